@@ -1,0 +1,75 @@
+"""The three pluggable stages of a step, as Lightning callbacks with one verb each.
+
+    groups   = rollout.generate(policy, batch)     # Iterator[Group]
+    judged   = rubric.judge(groups)                # Iterator[Judgement]
+    credited = credit.assign(judged)               # Iterator[Credit]
+
+Stages are streams: a group is judged while others still roll out. Order is the program text of
+`GRPOModule.training_step`; the order of Lightning's callback list does not matter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning.pytorch.callbacks import Callback
+
+from draco.errors import StageError
+from draco.types import Credit, Group, Judgement, TaskBatch
+
+if TYPE_CHECKING:
+    from draco.policy import Policy
+
+__all__ = ["CreditStage", "RolloutStage", "RubricStage", "find_stage"]
+
+
+class RolloutStage(Callback, ABC):
+    """Samples G trajectories for every task of a batch."""
+
+    @abstractmethod
+    def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
+        """Yield each group as soon as its last trajectory ends; every task of the batch exactly once."""
+
+
+class RubricStage(Callback, ABC):
+    """Turns groups into rewards."""
+
+    #: set by the module at setup from the credit stage: False lets the stage skip attribution calls
+    needs_citations: bool = True
+    #: True where verdicts with cited steps exist at all (False for outcome and random rewards)
+    gives_citations: bool = True
+
+    @abstractmethod
+    def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
+        """Drain `groups` eagerly and yield one judgement a group, each as soon as it is complete."""
+
+
+class CreditStage(Callback, ABC):
+    """Turns rewards into an advantage for every step."""
+
+    #: True if the stage uses the steps that verdicts cite
+    needs_citations: bool = False
+
+    @abstractmethod
+    def assign(self, judged: Iterable[Judgement]) -> Iterator[Credit]:
+        """Yield one credit a judgement, in the order of arrival."""
+
+
+S = TypeVar("S", RolloutStage, RubricStage, CreditStage)
+
+
+def find_stage(callbacks: Iterable[Callback], kind: type[S]) -> S:
+    """Return the one callback that is a `kind`.
+
+    Raises:
+        StageError: none or several are present; the message lists what exists.
+    """
+    callbacks = list(callbacks)
+    found = [c for c in callbacks if isinstance(c, kind)]
+    if len(found) == 1:
+        return found[0]
+    present = ", ".join(type(c).__name__ for c in callbacks) or "none"
+    what = "no" if not found else f"{len(found)} ({', '.join(type(c).__name__ for c in found)})"
+    raise StageError(f"expected exactly one {kind.__name__} among the callbacks, found {what}; callbacks: {present}")
