@@ -1,0 +1,309 @@
+"""Log-probabilities of given tokens without ever holding the full logits.
+
+The language-model head runs on the wanted tokens only, in token × vocabulary chunks. For token i with hidden state h
+(after the final norm), frozen head W [V, H], bias b and temperature T::
+
+    l_v = (h·W_v + b_v) / T,    log p(t) = l_t − logsumexp_v l_v,    ∂ log p(t) / ∂h = (W_t − Σ_v p_v W_v) / T
+
+The gradient does not depend on the upstream gradient except for a factor, so the forward pass accumulates Σ_v p_v W_v
+beside the log-sum-exp (with the running maximum of an online softmax, as attention kernels do for values) and the
+backward pass is one multiplication. That is two matrix products in all, as few as full logits need; nothing is
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from draco.errors import ConfigError
+
+__all__ = ["check_head", "hidden_states", "output_head", "step_logprobs"]
+
+#: Config fields by which models of transformers change their final logits, with the value that means "unchanged".
+_LOGIT_TRANSFORMS: tuple[tuple[str, float | None], ...] = (
+    ("final_logit_softcapping", None),  # gemma 2, 3n
+    ("logit_scale", 1.0),  # cohere
+    ("logits_scaling", 1.0),  # granite
+    ("lm_head_multiplier", 1.0),  # falcon h1
+    ("logits_soft_cap", None),
+    ("output_logits_scale", 1.0),
+)
+
+
+def step_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    token_chunk: int = 1024,
+    vocab_chunk: int = 4096,
+    bias: Tensor | None = None,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and entropy of every row, at the sampling temperature.
+
+    Besides O(N·H), at most token_chunk × vocab_chunk logits exist at a time (two such buffers without gradient and with
+    entropy), and for 16-bit inputs on a CPU one vocab_chunk × H copy of the head. Accumulates in float32, or in float64
+    for float64 input.
+
+    Args:
+        hidden: [N, H] hidden states after the final norm, rows of the wanted tokens only; N may be 0.
+        weight: [V, H] frozen head; the tied embedding matrix for tied models.
+        targets: [N] int64 token ids.
+        temperature: T > 0.
+        token_chunk: rows at a time.
+        vocab_chunk: vocabulary entries at a time; with V ≤ vocab_chunk the head runs as one product a row chunk.
+        bias: [V] frozen bias of the head.
+        with_entropy: False saves the entropy's pass when no gradient is wanted (the reference pass).
+
+    Returns:
+        [N] log-probs, nats, with gradient to `hidden`; [N] entropies, nats, detached (zeros when not asked for).
+
+    Raises:
+        ConfigError: the head is trainable: its gradient would be silently lost.
+        ValueError: shapes that do not fit, a target outside the vocabulary, T ≤ 0, or a chunk below 1.
+    """
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ConfigError(
+            "the output head must be frozen, but it requires a gradient: leave lm_head (and tied embeddings) out of "
+            "the LoRA targets and of modules_to_save, or call requires_grad_(False) on it"
+        )
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected [N, H] and [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(f"expected targets as int64 [{hidden.shape[0]}], got {targets.dtype} {list(targets.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"expected bias as [{weight.shape[0]}], got {list(bias.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"expected temperature > 0, got {temperature}")
+    if token_chunk < 1 or vocab_chunk < 1:
+        raise ValueError(f"expected chunks of at least 1, got {token_chunk} and {vocab_chunk}")
+    # A GPU would have to wait for the answer; there an out-of-range index fails in index_select all the same.
+    if (
+        targets.device.type == "cpu"
+        and targets.numel()
+        and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight)
+    ):
+        raise ValueError(f"expected targets in 0..{len(weight) - 1}, got {int(targets.min())}..{int(targets.max())}")
+    needs_grad = torch.is_grad_enabled() and hidden.requires_grad
+    apply = cast("Callable[..., tuple[Tensor, Tensor]]", _StepLogprobs.apply)
+    return apply(hidden, weight, bias, targets, temperature, token_chunk, vocab_chunk, with_entropy, needs_grad)
+
+
+class _StepLogprobs(torch.autograd.Function):
+    """Online softmax over vocabulary chunks; saves ∂ log p / ∂h, [N, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        token_chunk: int,
+        vocab_chunk: int,
+        with_entropy: bool,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        # Autocast would round the products that must stay in float32.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logprobs, entropy, gradient = _online(
+                hidden, weight, bias, targets, temperature, token_chunk, vocab_chunk, with_entropy, needs_grad
+            )
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return ((gradient * grads[0].unsqueeze(1)).to(gradient.dtype), *[None] * 8)
+
+
+def _online(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    token_chunk: int,
+    vocab_chunk: int,
+    with_entropy: bool,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log p [N], entropy [N], and ∂ log p / ∂h [N, H] when asked for."""
+    rows, width, vocab = len(hidden), hidden.shape[1], len(weight)
+    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    # 16-bit products with a float32 result exist on CUDA; elsewhere both operands are widened first.
+    half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    h = hidden if half else hidden.to(exact)
+
+    peak = h.new_full((rows,), -torch.inf, dtype=exact)  # running maximum of the logits
+    mass = h.new_zeros((rows,), dtype=exact)  # Σ exp(l − peak)
+    moment = h.new_zeros((rows,), dtype=exact)  # Σ exp(l − peak) · l
+    chosen = h.new_zeros((rows,), dtype=exact)  # l of the target
+    expected = h.new_zeros((rows, width), dtype=exact) if needs_grad else None  # Σ exp(l − peak) · W_v
+
+    for v0 in range(0, vocab, vocab_chunk):
+        w = weight[v0 : v0 + vocab_chunk]
+        w = w if half else w.to(exact)
+        b = None if bias is None else bias[v0 : v0 + vocab_chunk].to(exact)
+        for n0 in range(0, rows, token_chunk):
+            n = slice(n0, min(n0 + token_chunk, rows))
+            logits = _matmul(h[n], w.T, exact)
+            if b is not None:
+                logits += b
+            if temperature != 1.0:
+                logits /= temperature
+            here = targets[n] - v0
+            inside = (here >= 0) & (here < len(w))
+            picked = logits.gather(1, here.clamp(0, len(w) - 1).unsqueeze(1)).squeeze(1)
+            chosen[n] = torch.where(inside, picked, chosen[n])
+
+            new_peak = torch.maximum(peak[n], logits.amax(dim=1))
+            rescale = torch.exp(peak[n] - new_peak)  # 0 for the first chunk
+            peak[n] = new_peak
+            if with_entropy and expected is None:
+                odds = torch.exp(logits - new_peak.unsqueeze(1))
+                # A batched dot product: no third buffer.
+                dot = torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
+                moment[n] = moment[n] * rescale + dot
+            else:
+                odds = logits.sub_(new_peak.unsqueeze(1)).exp_()
+            mass[n] = mass[n] * rescale + odds.sum(dim=1)
+            if expected is not None:
+                if v0:
+                    expected[n] *= rescale.unsqueeze(1)
+                _add_matmul(expected[n], odds, w)
+                if with_entropy and b is not None:
+                    moment[n] = moment[n] * rescale + odds @ (b / temperature)
+
+    lse = peak + mass.log()
+    logprobs = chosen - lse
+    gradient = None
+    if expected is not None:
+        expected /= mass.unsqueeze(1)
+        if with_entropy:  # Σ p_v l_v = (h · Σ p_v W_v + Σ p_v b_v) / T: free, given the gradient
+            moment += torch.linalg.vecdot(h.to(exact), expected) * mass / temperature
+        gradient = weight.index_select(0, targets).to(exact).sub_(expected).div_(temperature)
+        gradient = gradient.to(hidden.dtype)
+    entropy = lse - moment / mass if with_entropy else torch.zeros_like(lse)
+    return logprobs, entropy, gradient
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b with a result of `dtype`."""
+    return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+
+
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in place; `b` may be 16-bit on CUDA, then `a` (probabilities) is rounded like it."""
+    if b.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
+
+
+def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias [V] or None of the frozen output head; works through a PEFT wrapper.
+
+    Raises:
+        ConfigError: no head, a head with an adapter or a trainable one, or logits that the model transforms.
+    """
+    base = _unwrap(model)
+    head = base.get_output_embeddings()
+    if head is None:
+        raise ConfigError(f"{type(base).__name__} has no output head: expected a causal language model")
+    name = type(base).__name__
+    if not isinstance(head, nn.Linear) and not hasattr(head, "weight"):
+        raise ConfigError(f"the output head of {name} is a {type(head).__name__}: expected a linear layer")
+    # PEFT wraps what it adapts: a LoRA layer holds `base_layer`, modules_to_save holds `original_module`.
+    if hasattr(head, "base_layer") or hasattr(head, "original_module"):
+        raise ConfigError(
+            f"the output head of {name} carries an adapter, which the chunked log-probabilities would skip: take "
+            "'lm_head' out of policy.lora.target_modules (and out of modules_to_save)"
+        )
+    text = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
+    for field, unchanged in _LOGIT_TRANSFORMS:
+        value = getattr(text, field, None)
+        if value is not None and value != unchanged:
+            raise ConfigError(
+                f"{name} transforms its logits ({field}={value}), which the chunked log-probabilities do not support: "
+                "choose a model without it"
+            )
+    return head.weight, getattr(head, "bias", None)
+
+
+def hidden_states(
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Hidden states after the final norm, [B, T, H]: what the output head multiplies.
+
+    Uses the public API of transformers (`get_decoder`, `get_output_embeddings`) and works through a PEFT wrapper, whose
+    LoRA layers live inside the base model; its adapter switch (`disable_adapter`) applies as usual.
+
+    Args:
+        model: causal language model, or a PEFT model around one.
+        input_ids: [B, T] int64.
+        position_ids: [B, T]; restart at 0 for each packed sequence, and pass no attention mask then.
+        attention_mask: [B, T], 1 = token, 0 = padding.
+
+    Raises:
+        ConfigError: as `output_head`, or the model has no decoder.
+    """
+    output_head(model)  # a head that step_logprobs would get wrong is refused before any work
+    base = _unwrap(model)
+    decoder = base.get_decoder()
+    if decoder is None or decoder is base:
+        raise ConfigError(f"{type(base).__name__} names no decoder below its output head: expected a causal model")
+    output = decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    return cast(Tensor, output.last_hidden_state)
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, input_ids: Tensor, *, tolerance: float = 1e-2) -> None:
+    """Compare the model's own logits with head(hidden_states) once, at setup: no transformation goes unnoticed.
+
+    Args:
+        model: as for `hidden_states`.
+        input_ids: [B, T] any short input.
+        tolerance: largest difference of log-probabilities, nats; 16-bit logits need about 1e-1.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    weight, bias = output_head(model)
+    training = model.training
+    model.eval()
+    try:
+        own = model(input_ids=input_ids, use_cache=False).logits.float().log_softmax(-1)
+        ours = nn.functional.linear(hidden_states(model, input_ids), weight, bias).float().log_softmax(-1)
+    finally:
+        model.train(training)
+    difference = float((own - ours).abs().max())
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{type(_unwrap(model)).__name__} changes its logits after the output head (log-probabilities differ by "
+            f"{difference:.3g} nats): the chunked log-probabilities do not support it; choose another model"
+        )
+
+
+def _unwrap(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else model
+    if not hasattr(base, "get_output_embeddings"):
+        raise ConfigError(f"expected a causal language model of transformers, got {type(base).__name__}")
+    return base
