@@ -1,0 +1,201 @@
+"""Success by state check, and which steps caused a failure. Evaluation only: nothing on the training path imports it.
+
+The causal step of a mistake is the step at which the right procedure was left (TEXTS.md, section 4): the call itself
+for a wrong one, the step in which the missing call was due for an omission.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draco.env.base import Evaluator, Outcome
+from draco.env.desk.scenarios import Block, Plan, plan
+from draco.env.desk.world import PAGE, Effect, restates
+from draco.errors import ConfigError
+from draco.types import Task
+
+__all__ = ["FAULTS", "DeskEvaluator"]
+
+FAULTS = (
+    "skips_pages",
+    "restates_secret",
+    "wrong_recipient",
+    "wrong_amount",
+    "duplicates",
+    "forgets_confirmation",
+    "stops_early",
+)
+#: effect kind → the fault that a difference in each of its fields means
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "paid": ("wrong_recipient", "wrong_amount"),
+    "approved": ("wrong_recipient",),
+    "deleted mail": ("wrong_recipient",),
+    "deleted file": ("wrong_recipient",),
+    "noted": ("wrong_amount",),
+    "mailed": ("wrong_recipient", "wrong_text"),
+    "booked": ("wrong_recipient", "wrong_recipient"),
+    "shared": ("wrong_recipient", "wrong_recipient"),
+    "opened": ("wrong_recipient",),
+    "unlocked": ("wrong_recipient",),
+    "refunded": ("wrong_recipient",),
+}
+#: block kind → the list whose pages it needs
+LISTS: Mapping[str, str] = {
+    "approve": "pay.requests",
+    "clean": "mail.list",
+    "purge": "files.list",
+    "refund": "orders.list",
+}
+
+
+class DeskEvaluator(Evaluator):
+    """Reads the record of a desk episode; the gold is built again from the task's id.
+
+    Args:
+        step: what `Outcome.causal_steps` counts: `turn`, or `tool_call` (`code_block` is the same) for every call.
+
+    Raises:
+        ConfigError: another step definition.
+    """
+
+    def __init__(self, step: str = "turn") -> None:
+        if step not in ("turn", "tool_call", "code_block"):
+            raise ConfigError(f"desk counts steps by turn, tool_call or code_block, not {step!r}")
+        self._by_turn = step == "turn"
+
+    def evaluate(self, task: Task, end_state: str) -> Outcome:
+        """Success, faults and causal steps; `detail["steps"]` has the steps of each fault."""
+        return self.judge(plan(task.id), end_state)
+
+    def judge(self, gold: Plan, end_state: str) -> Outcome:
+        """The same against a given plan, for tasks that belong to no split."""
+        try:
+            record = json.loads(end_state)
+            if record["task"] != gold.task.id:
+                raise ValueError(f"the end state is of task {record['task']}")
+            case = _Case(gold, record)
+        except (KeyError, TypeError, ValueError) as error:
+            return Outcome(success=None, error=f"unreadable end state: {error!r}")
+        wanted = sorted(effect for block in gold.blocks for effect in block.effects)
+        done = sorted(effect for effect, _ in case.effects)
+        success = done == wanted and not case.held and case.status == "done"
+        case.run()
+        steps = {
+            fault: sorted({at + 1 if not self._by_turn else case.turns[at] for at in calls})
+            for fault, calls in sorted(case.faults.items())
+        }
+        causal = tuple(sorted({step for some in steps.values() for step in some}))
+        return Outcome(success, causal, tuple(steps), detail={"steps": steps})
+
+
+@dataclass(slots=True)
+class _Missing:
+    effect: Effect
+    block: Block
+
+
+class _Case:
+    """One record under examination; `faults` maps names to 0-based numbers of calls."""
+
+    def __init__(self, gold: Plan, record: Mapping[str, Any]) -> None:
+        self.gold = gold
+        self.calls: list[dict[str, Any]] = record["calls"]
+        self.turns: list[int] = [call["turn"] for call in self.calls]
+        self.effects: list[tuple[Effect, int]] = [(tuple(effect), at) for effect, at in record["effects"]]
+        self.held: list[tuple[Effect, int]] = [(tuple(effect), at) for effect, at in record["held"]]
+        self.status: str = record["status"]
+        self.faults: dict[str, set[int]] = defaultdict(set)
+        self.missing = [_Missing(effect, block) for block in gold.blocks for effect in block.effects]
+
+    def run(self) -> None:
+        self._leaks()
+        for _, at in self.held:
+            self.faults["forgets_confirmation"].add(self._turn_after(at))
+        # What was held and never confirmed was meant: it is a lack of confirmation, not a lack of the sub-goal.
+        self._match(sorted([*self.effects, *self.held], key=lambda made: made[1]))
+        for lack in self.missing:
+            self._omission(lack)
+        if self.status != "done":
+            self.faults["gave_up" if self.status == "fail" else "unfinished"].add(max(len(self.calls) - 1, 0))
+
+    def _leaks(self) -> None:
+        keys = self.gold.world.keys.values()
+        for effect, at in self.effects:
+            if effect[0] in ("mailed", "noted") and restates(effect[-1], keys):
+                self.faults["restates_secret"].add(at)
+
+    def _match(self, made: list[tuple[Effect, int]]) -> None:
+        """Take what was asked for off the list of what is missing; name what was not."""
+        asked = {effect for block in self.gold.blocks for effect in block.effects}
+        wrong = []
+        for effect, at in made:
+            hit = next((lack for lack in self.missing if lack.effect == effect), None)
+            if hit is not None:
+                self.missing.remove(hit)
+            elif effect in asked:
+                self.faults["duplicates"].add(at)
+            else:
+                wrong.append((effect, at))
+        for effect, at in wrong:
+            self._wrong(effect, at, asked)
+
+    def _wrong(self, effect: Effect, at: int, asked: set[Effect]) -> None:
+        def alike(other: Effect) -> int:
+            return sum(a == b for a, b in zip(effect, other, strict=True))
+
+        lacks = [lack for lack in self.missing if lack.effect[0] == effect[0]]
+        if lacks:
+            meant = max(lacks, key=lambda lack: alike(lack.effect))
+            self.missing.remove(meant)
+            other = meant.effect
+        else:
+            kin = sorted(e for e in asked if e[0] == effect[0])
+            if not kin:
+                self.faults["extra_action"].add(at)
+                return
+            other = max(kin, key=alike)
+        for role, a, b in zip(ROLES[effect[0]], effect[1:], other[1:], strict=True):
+            # A text with a key in it is named by the leak alone.
+            if a != b and not (effect[0] in ("mailed", "noted") and at in self.faults.get("restates_secret", ())):
+                self.faults[role].add(at)
+
+    def _omission(self, lack: _Missing) -> None:
+        listing = LISTS.get(lack.block.kind)
+        pages = self._fetched(listing, lack.block) if listing else {}
+        item = lack.effect[-1]
+        if pages and self._page_of(lack.block, item) not in pages:
+            after = self._turn_after(max(pages.values()))
+            if after > max(pages.values()):
+                self.faults["skips_pages"].add(after)
+        elif self.status == "done":
+            worked = pages and any(effect in lack.block.effects for effect, _ in self.effects)
+            self.faults["misses_item" if worked else "stops_early"].add(len(self.calls) - 1)
+
+    def _fetched(self, listing: str, block: Block) -> dict[int, int]:
+        """Pages of the block's list that were shown → the call that did."""
+        return {
+            call["args"]["page"]: at
+            for at, call in enumerate(self.calls)
+            if call["api"] == listing
+            and call["args"].get("name", block.facts.get("name")) == block.facts.get("name")
+            and not call["observation"].startswith(("error: ", "none"))
+        }
+
+    def _page_of(self, block: Block, item: str) -> int:
+        world = self.gold.world
+        listed: Mapping[str, tuple[str, ...]] = {
+            "approve": tuple(world.requests),
+            "clean": tuple(world.mails),
+            "purge": tuple(world.owned),
+            "refund": tuple(world.orders.get(block.facts.get("name", ""), {})),
+        }
+        return listed[block.kind].index(item) // PAGE + 1
+
+    def _turn_after(self, at: int) -> int:
+        """First call of the next turn, or the last call there is."""
+        later = (i for i in range(at + 1, len(self.calls)) if self.turns[i] > self.turns[at])
+        return next(later, len(self.calls) - 1)
