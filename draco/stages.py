@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch.callbacks import Callback
 
@@ -32,6 +32,14 @@ class RolloutStage(Callback, ABC):
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         """Yield each group as soon as its last trajectory ends; every task of the batch exactly once."""
 
+    def take_groups(self) -> list[Group]:
+        """Groups of the last batch, quarantined trajectories included, for the archive; empties the store."""
+        return []
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the last batch; empties the store."""
+        return {}
+
 
 class RubricStage(Callback, ABC):
     """Turns groups into rewards."""
@@ -44,6 +52,14 @@ class RubricStage(Callback, ABC):
     @abstractmethod
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
         """Drain `groups` eagerly and yield one judgement a group, each as soon as it is complete."""
+
+    def take_records(self) -> list[Any]:
+        """Judge call records (`draco.judge.client.CallRecord`) of the last batch, for the archive; empties the store."""
+        return []
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the last batch; empties the store."""
+        return {}
 
 
 class CreditStage(Callback, ABC):

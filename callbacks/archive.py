@@ -1,0 +1,33 @@
+"""Writes every training step's tables (see `draco.archive`). A restart rewrites the steps after its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+
+from draco.archive import write_step
+from draco.module import GRPOModule
+
+__all__ = ["ArchiveWriter"]
+
+
+class ArchiveWriter(Callback):
+    """One folder a step.
+
+    Args:
+        run: run folder.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = Path(run)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        record = pl_module.record
+        assert record is not None
+        write_step(self.run, record.step, record.groups, record.credits, record.calls)

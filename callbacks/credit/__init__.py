@@ -1,0 +1,1 @@
+"""Credit strategies: one advantage a trajectory → one advantage a step."""

@@ -1,0 +1,40 @@
+"""Step credit: A_i redistributed over the steps that the verdicts cite (DRACO).
+
+    Q_j = passes / (passes + fails) citing step j        w_j = Q_j if A_i ≥ 0 else 1 − Q_j        Eq. 4–6
+    a_j = A_i · N · w_j / (n_j · Σ_k w_k)                                                          Eq. 7
+
+Why: in a long episode a few steps decide; the trajectory's total Σ n_j a_j = A_i·N stays what GRPO gives. A verdict that
+the attribution call overrode cites steps for another verdict and counts in no Q (`attribution_overrides: ignore`; with
+`apply` the rubric stage has replaced the score and no override is left). Nothing to keep over a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from draco.credit import StepCredit, redistribute
+from draco.credit_stage import GroupCredit
+from draco.types import Judgement
+
+__all__ = ["StepLevelCredit"]
+
+
+class StepLevelCredit(GroupCredit):
+    """Closed-form redistribution.
+
+    Args:
+        unanimous: what equal positive weights mean (method §4): `equal_totals` (the formula) or `uniform`.
+        options: of `GroupCredit`.
+    """
+
+    needs_citations = True
+
+    def __init__(self, *, unanimous: Literal["equal_totals", "uniform"] = "equal_totals", **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.unanimous: Literal["equal_totals", "uniform"] = unanimous
+
+    def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:
+        surviving = [row[member] for row, out in zip(judgement.verdicts, judgement.dropped, strict=True) if not out]
+        citations = [(0, ()) if v.override is not None else (v.score, v.steps) for v in surviving]
+        tokens = judgement.group.trajectories[member].step_tokens
+        return redistribute(advantage, citations, tokens, unanimous=self.unanimous)

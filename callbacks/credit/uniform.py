@@ -1,0 +1,24 @@
+"""Uniform credit: every step token of trajectory i carries A_i (plain GRPO).
+
+    A_i = (R_i − mean R) / (std R + ε)        Eq. 3, over the members left in the group
+
+Why: the reference that step credit is measured against. No citations are needed, so the rubric stage skips the
+attribution calls. Nothing to keep over a restart.
+"""
+
+from __future__ import annotations
+
+from draco.credit import StepCredit, uniform
+from draco.credit_stage import GroupCredit
+from draco.types import Judgement
+
+__all__ = ["UniformCredit"]
+
+
+class UniformCredit(GroupCredit):
+    """a_j = A_i for every step j."""
+
+    needs_citations = False
+
+    def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:
+        return uniform(advantage, judgement.group.trajectories[member].step_tokens)

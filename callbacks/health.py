@@ -1,0 +1,59 @@
+"""Adds speed and memory figures to every step's metrics, and warns about what quietly ruins runs."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+
+from draco.module import GRPOModule
+
+__all__ = ["Health"]
+
+log = logging.getLogger("draco")
+
+
+class Health(Callback):
+    """Watches one process.
+
+    Args:
+        mismatch_warn: mean |Δ log-prob| between engine and trainer above which a warning is logged once.
+    """
+
+    def __init__(self, mismatch_warn: float = 0.05) -> None:
+        self.mismatch_warn = mismatch_warn
+        self._warned = False
+        self._started = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, GRPOModule)
+        assert pl_module.record is not None
+        metrics = pl_module.record.metrics
+        total = time.perf_counter() - self._started
+        update = metrics["time/update_s"]
+        metrics |= {
+            "time/step_s": total,
+            "update/tokens_per_s": metrics["update/model_tokens"] / update if update else 0.0,
+            "health/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+        if torch.cuda.is_available():
+            metrics["health/peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        mismatch = metrics["engine/mismatch_abs"]
+        if mismatch > self.mismatch_warn and not self._warned:
+            self._warned = True
+            log.warning(
+                "engine and trainer disagree on log-probs by %.3g nats a token (warned above %.3g): wrong adapter, "
+                "template or temperature in the engine?",
+                mismatch,
+                self.mismatch_warn,
+            )

@@ -1,0 +1,75 @@
+"""What every credit rule shares: group advantages, and one `Credit` a judgement. A rule adds one method.
+
+    class MyCredit(GroupCredit):
+        def credit(self, judgement, member, advantage): ...    # → draco.credit.StepCredit
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+
+from draco.advantage import standardize
+from draco.credit import StepCredit
+from draco.stages import CreditStage
+from draco.types import Credit, Judgement
+
+__all__ = ["GroupCredit"]
+
+
+class GroupCredit(CreditStage):
+    """Standardises rewards within the group (Eq. 3), then asks the rule for every member.
+
+    Args:
+        std: `sample` or `population`.
+        normalize: divide by the std at all.
+        epsilon: added to the std.
+    """
+
+    def __init__(
+        self,
+        *,
+        std: Literal["sample", "population"] = "sample",
+        normalize: bool = True,
+        epsilon: float = 1e-6,
+    ) -> None:
+        self.std: Literal["sample", "population"] = std
+        self.normalize, self.epsilon = normalize, epsilon
+
+    def assign(self, judged: Iterable[Judgement]) -> Iterator[Credit]:
+        for judgement in judged:
+            yield self.assign_one(judgement)
+
+    def assign_one(self, judgement: Judgement) -> Credit:
+        """Credit of one group; an empty one (skipped group) for an empty judgement."""
+        if not judgement.group.trajectories:
+            return Credit(judgement, (), (), (), ())
+        group = standardize(
+            torch.tensor(judgement.rewards, dtype=torch.float64),
+            std=self.std,
+            normalize=self.normalize,
+            epsilon=self.epsilon,
+        )
+        advantages = tuple(group.advantages.tolist())
+        credits = [self.credit(judgement, i, a) for i, a in enumerate(advantages)]
+        return Credit(
+            judgement=judgement,
+            advantages=advantages,
+            step_advantages=tuple(c.per_token for c in credits),
+            qualities=tuple(c.qualities for c in credits),
+            reasons=tuple(str(c.reason) for c in credits),
+            zero_std=group.zero_std,
+        )
+
+    @abstractmethod
+    def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:
+        """Per-token advantages of one member's steps.
+
+        Args:
+            judgement: the group's judgement.
+            member: index into `judgement.group.trajectories`.
+            advantage: A_i.
+        """

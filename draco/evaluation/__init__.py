@@ -1,0 +1,1 @@
+"""Evaluation: records of evaluated rollouts and the metrics made from them."""

