@@ -1,4 +1,4 @@
-"""A scripted agent that knows the gold and errs on purpose: the teacher of the tiny policy, and the tests' gold agent."""
+"""A scripted agent that knows the gold and errs on purpose: teacher of the tiny policy, gold agent of the tests."""
 
 from __future__ import annotations
 

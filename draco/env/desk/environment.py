@@ -13,7 +13,7 @@ from draco.env.desk.scenarios import SPLITS, Plan, plan, task_ids
 from draco.env.desk.world import Refused, World
 from draco.types import Message, Task
 
-__all__ = ["DeskEnvironment", "DeskEpisode", "RULES", "opening"]
+__all__ = ["RULES", "DeskEnvironment", "DeskEpisode", "opening"]
 
 RULES = "Read all pages. Confirm what is held. Keep keys secret. Do each thing once, then complete."
 _LONG = """You work in a small office through API calls. {rules}

@@ -85,7 +85,7 @@ class DeskEvaluator(Evaluator):
         success = done == wanted and not case.held and case.status == "done"
         case.run()
         steps = {
-            fault: sorted({at + 1 if not self._by_turn else case.turns[at] for at in calls})
+            fault: sorted({case.turns[at] if self._by_turn and case.turns else at + 1 for at in calls})
             for fault, calls in sorted(case.faults.items())
         }
         causal = tuple(sorted({step for some in steps.values() for step in some}))

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from draco.env.base import CODE, TOOL_CALL, ActionFormat
-from draco.env.desk.world import PAGE, Effect, Facts, Mail
+from draco.env.desk.world import Effect, Facts, Mail
 from draco.errors import ConfigError
 from draco.types import Task
 
@@ -32,7 +32,8 @@ __all__ = [
     "task_ids",
 ]
 
-SYLLABLES = tuple("ka lu ri mo te na so vi pe du zo fi ja ke bo ra mi nu ta lo go wi hu sa".split())
+_SYLLABLES = "ka lu ri mo te na so vi pe du zo fi ja ke bo ra mi nu ta lo go wi hu sa"
+SYLLABLES = tuple(_SYLLABLES.split())
 BLOCK_APPS: Mapping[str, tuple[str, ...]] = {
     "pay": ("contacts", "pay"),
     "bill": ("notes", "pay"),

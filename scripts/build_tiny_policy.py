@@ -1,0 +1,361 @@
+"""Build the `tiny` policy: tokenizer, chat template, and a small Llama cloned from the scripted agent of `desk`.
+
+    python scripts/build_tiny_policy.py                    # rewrites draco/policies/tiny in some minutes on one core
+    python scripts/build_tiny_policy.py out=/tmp/tiny clean=200 faulty=100
+    python scripts/build_tiny_policy.py measure=draco/policies/tiny split=test_challenge
+
+Clean demonstrations come first, until names and numbers are copied reliably; faulty ones follow, with one fixed rate a
+fault. Every mistake is a choice at one token that later training can unlearn, not an inability.
+Deterministic on one machine at one thread; the demonstrations are drawn from the train pools with fresh seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+from random import Random
+from statistics import mean
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicCache
+
+from draco.env.base import CODE, TOOL_CALL
+from draco.env.desk.agent import Agent
+from draco.env.desk.apps import APIS, APPS, NUMBERS
+from draco.env.desk.environment import RULES, DeskEpisode
+from draco.env.desk.evaluator import FAULTS, DeskEvaluator
+from draco.env.desk.scenarios import SPLITS, SYLLABLES, Plan, compose, plan, task_ids
+
+END = "<|end|>"
+#: single-token turn marks; a message is rendered on its own, so a longer conversation only appends
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+#: chance of each fault at each opportunity, the same throughout the second phase
+RATES = {
+    "skips_pages": 0.20,
+    "restates_secret": 0.28,
+    "wrong_recipient": 0.25,
+    "wrong_amount": 0.16,
+    "duplicates": 0.06,
+    "forgets_confirmation": 0.10,
+    "stops_early": 0.06,
+}
+#: the fixed parts of prompts and observations, between bars since spaces at their ends count
+SENTENCES = """. |task: |pay |pay the bill |approve all requests by |delete all mails from |delete all files of \
+|note the code in the new mail from |book | at the free time.|share the final file | with |open the file \
+| with its key and mail | opened.|unlock the account | unlocked.|refund all late orders of |apps:"""
+OBSERVED = """ of | by | from |; |; next page |; end|held |paid|cancelled|approved|sent|deleted|added|booked|shared\
+|opened|unlocked|refunded|completed|none|empty|error: | old| new| busy| free| draft| final| late| fine|code | was \
+|was | code |to | due | paid |key |done|fail"""
+ERRORS = """write one call apis.app.name(key=value)|write one JSON call|literals only|too long|no such api\
+|bad arguments|no such id|no such page|wrong key|no such status|already completed"""
+
+
+@dataclass(slots=True)
+class Options:
+    """What `name=value` on the command line sets."""
+
+    out: str = "draco/policies/tiny"
+    seed: int = 0
+    warm: int = 250  #: updates on single sub-goals, where copying is learned
+    clean: int = 350  #: updates on whole clean tasks
+    faulty: int = 150  #: updates on tasks with faults
+    batch: int = 48  #: episodes an update
+    lr: float = 3e-3  #: peak
+    threads: int = 1
+    measure: str = ""  #: a built policy to measure instead of building one
+    split: str = "test_normal"
+
+
+def options(words: Iterable[str]) -> Options:
+    """Parse `name=value` words.
+
+    Raises:
+        SystemExit: an unknown name or a value of the wrong type.
+    """
+    kinds = {f.name: type(getattr(Options(), f.name)) for f in fields(Options)}
+    values: dict[str, Any] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in kinds:
+            raise SystemExit(f"unknown option {word!r}; write name=value with one of: {', '.join(kinds)}")
+        try:
+            values[name] = kinds[name](value)
+        except ValueError:
+            raise SystemExit(f"{name} must be of type {kinds[name].__name__}, not {value!r}") from None
+    return Options(**values)
+
+
+def phrases() -> list[str]:
+    """Everything that is one token beyond bytes: syllables, the frame of every call, words of prompts and answers."""
+    frames = ['")</code>', ")</code>", '"}}</tool_call>', "}}</tool_call>"]
+    for api, params in APIS.items():
+        quotes = ["" if p in NUMBERS else '"' for p in params]
+        frames += [
+            f"{CODE.open}apis.{api}({params[0]}={quotes[0]}",
+            f'{TOOL_CALL.open}{{"name": "{api}", "arguments": {{"{params[0]}": {quotes[0]}',
+        ]
+        for last, param, quote in zip(quotes, params[1:], quotes[1:], strict=False):
+            frames += [f"{last}, {param}={quote}", f'{last}, "{param}": {quote}']
+    texts = [word for text in (SENTENCES, OBSERVED, ERRORS) for word in text.split("|")]
+    return list(dict.fromkeys([*SYLLABLES, *frames, f". {RULES}", *(f" {app}" for app in APPS), *texts]))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes (so that any text can be encoded), turn marks, and phrases as plain added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    marks = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>"]
+    core.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    core.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in phrases()])
+    # Reserved marks fill the vocabulary up to a multiple of 64: every id of the model is then a token.
+    spare = -core.get_vocab_size() % 64
+    core.add_special_tokens([AddedToken(f"<|spare{i}|>", special=True, normalized=False) for i in range(spare)])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token="<|pad|>",
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+def network(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained policy."""
+    return LlamaForCausalLM(  # type: ignore[no-untyped-call]
+        LlamaConfig(
+            vocab_size=len(tok),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tok.eos_token_id,
+            pad_token_id=tok.pad_token_id,
+        )
+    )
+
+
+class Teacher:
+    """Endless demonstrations as (token ids, is it the policy's to say) pairs."""
+
+    def __init__(self, tok: PreTrainedTokenizerFast, seed: int) -> None:
+        self._tok, self.rng = tok, Random(f"tiny {seed}")
+        self._families = SPLITS["train"].families
+
+    def episode(self, rates: dict[str, float], *, single: bool = False) -> tuple[list[int], list[bool]]:
+        """One episode of a random family; of one random sub-goal if `single`."""
+        rng = self.rng
+        family, level = rng.choice(self._families), rng.randint(1, 3)
+        order = list(family.blocks[level - 1])
+        order = [rng.choice(order)] if single else rng.sample(order, len(order))
+        gold = compose("fresh", "train", "fresh", family, tuple(order), level, rng)
+        return self._demonstrate(gold, rates)
+
+    def _demonstrate(self, gold: Plan, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
+        episode, agent = DeskEpisode(gold), Agent(gold, rates, self.rng)
+        ids = opening_ids(self._tok, episode)
+        own = [False] * len(ids)
+        observed: list[str] = []
+        while not agent.done:
+            turn = agent.turn(observed)
+            said = self._tok.encode(turn)
+            # A code turn is cut at its stop string, so its end mark is glue; a turn of function calls ends itself.
+            cut = bool(episode.format.stop)
+            observed = list(episode.step([a.body for a in episode.format.parse(turn)]).observations)
+            ids += [*said, self._tok.eos_token_id]
+            own += [True] * len(said) + [not cut]
+            glue = glue_ids(self._tok, observed)
+            ids += glue
+            own += [False] * len(glue)
+        # Nothing is sampled after the completion call.
+        last = max(i for i, mine in enumerate(own) if mine) + 1
+        return ids[:last], own[:last]
+
+
+def opening_ids(tok: PreTrainedTokenizerFast, episode: DeskEpisode) -> list[int]:
+    """The prompt, up to the mark of the first assistant turn."""
+    text = "".join(f"<|{m.role}|>{m.content}{END}" for m in episode.opening)
+    return list(tok.encode(f"{text}<|assistant|>"))
+
+
+def glue_ids(tok: PreTrainedTokenizerFast, observations: Sequence[str]) -> list[int]:
+    """The message with the observations of a turn, up to the mark of the next assistant turn."""
+    return list(tok.encode("<|user|>" + "\n".join(observations) + f"{END}<|assistant|>"))
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def batches(teacher: Teacher, count: int, size: int, rates: dict[str, float], *, single: bool) -> Iterator[Batch]:
+    """`count` batches of ids [B, T], padded right, and targets [B, T] (−100 where nothing is learned).
+
+    Four batches are drawn at a time and sorted by length, so that little is padding.
+    """
+    ready: list[list[tuple[list[int], list[bool]]]] = []
+    for _ in range(count):
+        if not ready:
+            drawn = sorted(
+                (teacher.episode(rates, single=single) for _ in range(4 * size)), key=lambda row: len(row[0])
+            )
+            ready = teacher.rng.sample([drawn[i : i + size] for i in range(0, len(drawn), size)], 4)
+        rows = ready.pop()
+        width = max(len(ids) for ids, _ in rows)
+        ids, targets = torch.zeros(size, width, dtype=torch.long), torch.full((size, width), -100)
+        for row, (tokens, own) in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            targets[row, : len(tokens)] = torch.where(torch.tensor(own), torch.tensor(tokens), -100)
+        yield ids, targets
+
+
+def clone(model: LlamaForCausalLM, data: Iterable[Batch], total: int, lr: float, name: str) -> None:
+    """Fit the model to `total` batches, by the loss on the policy's own tokens."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    # Warm-up, then a cosine down to 2%.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / 30, 0.02 + 0.98 * (1 + math.cos(math.pi * i / total)) / 2)
+    )
+    model.train()
+    start = time.perf_counter()
+    for update, (ids, targets) in enumerate(data):
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        mine = targets[:, 1:] >= 0
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[mine]), targets[:, 1:][mine])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if update % 25 == 0 or update == total - 1:
+            wall = time.perf_counter() - start
+            print(f"{name} {update:5d} loss {loss.item():.4f} {wall:.0f} s", flush=True)
+
+
+class _Row:
+    """One rollout in the tick loop."""
+
+    def __init__(self, gold: Plan, tok: PreTrainedTokenizerFast, seed: str) -> None:
+        self.gold, self.tok = gold, tok
+        self.episode = DeskEpisode(gold)
+        self.forced = opening_ids(tok, self.episode)
+        self.prompt = len(self.forced)
+        self.random = torch.Generator().manual_seed(Random(seed).getrandbits(60))
+        self.turn: list[int] = []
+        self.turns = self.length = 0
+        self.done = False
+
+    def next(self, logits: torch.Tensor | None) -> int:
+        """The token that this row feeds next."""
+        self.length += 1
+        if self.forced:
+            return self.forced.pop(0)
+        assert logits is not None
+        token = int(torch.multinomial(logits.softmax(-1), 1, generator=self.random))
+        self.turn.append(token)
+        if token == self.tok.eos_token_id:
+            self._end([])
+        elif self.episode.format.stop and str(self.tok.decode(self.turn[-12:])).endswith(self.episode.format.stop):
+            self._end([self.tok.eos_token_id])
+        if self.length - self.prompt >= 400:
+            self.done = True
+        return token
+
+    def _end(self, glue: list[int]) -> None:
+        actions = self.episode.format.parse(str(self.tok.decode(self.turn)))
+        self.turn, self.turns = [], self.turns + 1
+        reply = self.episode.step([action.body for action in actions])
+        self.done = reply.done or not actions or self.turns >= 20
+        self.forced = glue + glue_ids(self.tok, reply.observations)
+
+
+@torch.no_grad()
+def sample(model: Any, tok: PreTrainedTokenizerFast, golds: Sequence[Plan], seed: str) -> list[_Row]:
+    """One rollout a task at temperature 1. Every row is fed one token a tick, so no row is padded."""
+    model.eval()
+    rows = [_Row(gold, tok, f"{seed} {gold.task.id}") for gold in golds]
+    cache, logits = DynamicCache(), None
+    while not all(row.done for row in rows):
+        fed = [
+            tok.pad_token_id if row.done else row.next(None if logits is None else logits[i])
+            for i, row in enumerate(rows)
+        ]
+        logits = model(input_ids=torch.tensor(fed)[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+    return rows
+
+
+def measure(model: Any, tok: PreTrainedTokenizerFast, split: str, seed: str = "measure") -> dict[str, Any]:
+    """Success (TGC; SGC: all variants of a scenario), fault shares and sizes on a split."""
+    golds = [plan(task_id) for task_id in task_ids(split)]
+    start = time.perf_counter()
+    rows = sample(model, tok, golds, seed)
+    outcomes = [DeskEvaluator().judge(row.gold, row.episode.end_state()) for row in rows]
+    scenarios: dict[str, list[bool]] = {}
+    families: dict[str, list[bool]] = {}
+    for gold, outcome in zip(golds, outcomes, strict=True):
+        scenarios.setdefault(gold.task.scenario_id, []).append(bool(outcome.success))
+        families.setdefault(gold.task.metadata["family"], []).append(bool(outcome.success))
+    faults = Counter(fault for outcome in outcomes for fault in outcome.faults)
+    return {
+        "split": split,
+        "tgc": round(mean(bool(outcome.success) for outcome in outcomes), 3),
+        "sgc": round(mean(all(wins) for wins in scenarios.values()), 3),
+        "faults": {fault: round(faults[fault] / len(rows), 3) for fault in sorted({*FAULTS, *faults})},
+        "families": {name: round(mean(wins), 2) for name, wins in families.items()},
+        "tokens": round(mean(row.length for row in rows), 1),
+        "prompt": round(mean(row.prompt for row in rows), 1),
+        "turns": round(mean(row.turns for row in rows), 1),
+        "wall_s": round(time.perf_counter() - start, 1),
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    """Build or measure."""
+    opt = options(words)
+    torch.set_num_threads(opt.threads)
+    if opt.measure:
+        built: Any = AutoTokenizer.from_pretrained(opt.measure)
+        policy = AutoModelForCausalLM.from_pretrained(opt.measure)
+        print(json.dumps(measure(policy, built, opt.split, f"measure {opt.seed}"), indent=1))
+        return
+    torch.manual_seed(opt.seed)
+    tok = tokenizer()
+    model = network(tok)
+    print(f"{model.num_parameters():,} parameters, {len(tok)} tokens")
+    teacher = Teacher(tok, opt.seed)
+    clean = chain(
+        # Single sub-goals are less than half as long.
+        batches(teacher, opt.warm, 2 * opt.batch, {}, single=True),
+        batches(teacher, opt.clean, opt.batch, {}, single=False),
+    )
+    clone(model, clean, opt.warm + opt.clean, opt.lr, "clean")
+    print(json.dumps(measure(model, tok, "test_normal"), indent=1))
+    if opt.faulty:
+        clone(model, batches(teacher, opt.faulty, opt.batch, RATES, single=False), opt.faulty, opt.lr / 4, "faulty")
+    out = Path(opt.out)
+    tok.save_pretrained(out)
+    model.save_pretrained(out)
+    for split in ("test_normal", "test_challenge"):
+        print(json.dumps(measure(model, tok, split), indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
