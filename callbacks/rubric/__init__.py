@@ -1,0 +1,1 @@
+"""Rubric stages: one strategy a file."""

@@ -1,0 +1,78 @@
+"""Static rubric: one frozen set of criteria for all tasks; calls 1 to 3 are skipped (DRACO, Section 3).
+
+    score → dropout
+    R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive
+
+Why: the reference that dynamic rubrics are measured against. The same prompts, dropout and rewards; only the origin of
+the criteria differs.
+
+A restart keeps nothing: the set is a file, and the run's configuration names it.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from draco.errors import ConfigError
+from draco.judge.client import JudgeClient
+from draco.judge.stage import JudgedRubric
+from draco.types import Criterion, Group
+
+__all__ = ["StaticRubric", "load_criteria"]
+
+_FIELDS = ("title", "description", "evaluator_instruction")
+
+
+class StaticRubric(JudgedRubric):
+    """Judges every group by the same set."""
+
+    def __init__(self, judge: JudgeClient, criteria: str = "desk", **options: Any) -> None:
+        """Set up the stage.
+
+        Args:
+            judge: carries the calls.
+            criteria: path of a YAML file, or the name of a packaged set.
+            options: see `JudgedRubric`.
+        """
+        super().__init__(judge, **options)
+        self.static_criteria = load_criteria(criteria)
+
+    def criteria(self, group: Group) -> tuple[Criterion, ...]:
+        """The fixed set."""
+        return self.static_criteria
+
+
+def load_criteria(source: str) -> tuple[Criterion, ...]:
+    """Read a set: a mapping `criteria:` to a list of title, description and evaluator_instruction.
+
+    Raises:
+        ConfigError: no such file or packaged set, not such a list, a field missing, or two equal titles.
+    """
+    packaged = files("draco.judge") / "rubrics"
+    names = sorted(p.name.removesuffix(".yaml") for p in packaged.iterdir() if p.name.endswith(".yaml"))
+    if source in names:
+        text = (packaged / f"{source}.yaml").read_text(encoding="utf-8")
+    elif Path(source).is_file():
+        text = Path(source).read_text(encoding="utf-8")
+    else:
+        raise ConfigError(f"no static rubric {source!r}: neither a file nor a packaged set ({', '.join(names)})")
+    try:
+        data = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"static rubric {source!r} is no valid YAML: {error}") from error
+    rows = data.get("criteria") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"static rubric {source!r} must hold a list under `criteria:`")
+    for row in rows:
+        if not isinstance(row, dict) or not all(isinstance(row.get(f), str) and row[f].strip() for f in _FIELDS):
+            raise ConfigError(f"static rubric {source!r}: every criterion needs the texts {', '.join(_FIELDS)}: {row}")
+    texts = [[" ".join(row[f].split()) for f in _FIELDS] for row in rows]
+    found = tuple(Criterion(title, description, instruction) for title, description, instruction in texts)
+    if len({c.title for c in found}) < len(found):
+        raise ConfigError(f"static rubric {source!r}: titles must be unique")
+    return found

@@ -1,0 +1,89 @@
+"""What is kept of every attempt of a judge call, and how the counters of a step are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["CallRecord", "add_metrics", "call_metrics", "with_rates"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One attempt of one call, for the archive. Holds no key: texts are redacted."""
+
+    phase: str  #: propose_task | propose_rollout | merge | score | attribute
+    task_id: str
+    sample: int  #: 0-based sample within the group; -1 for calls on the whole group
+    step: int  #: batch counter
+    model: str  #: as configured
+    served_model: str  #: as the provider names it; empty when unknown
+    fingerprint: str  #: the provider's system fingerprint; empty when unknown
+    prompt_version: str  #: hash of the packaged texts
+    prompt_hash: str  #: 32 hex digits over the messages sent
+    temperature: float | None  #: None: not sent
+    attempt: int  #: 1-based over transport retries and the re-ask
+    outcome: str  #: ok | repaired | reask | reply_error, or the kind of a transport error
+    error: str  #: empty when the reply was usable
+    tokens_in: int
+    tokens_out: int
+    tokens_cached: int
+    cost_usd: float | None  #: None: the model has no known price
+    latency_s: float
+    messages: tuple[tuple[str, str], ...]  #: (role, content) as sent
+    reply: str
+
+
+def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
+    """Counters over attempts: all of them sum over groups and steps."""
+    m: dict[str, float] = dict.fromkeys(
+        ("judge/calls", "judge/failed_calls", "judge/tokens_in", "judge/tokens_out", "judge/tokens_cached"), 0.0
+    )
+    m |= {"judge/cost_usd": 0.0, "judge/unpriced_calls": 0.0, "judge/latency_total_s": 0.0}
+    for r in records:
+        m["judge/calls"] += 1
+        m[f"judge/calls/{r.phase}"] = m.get(f"judge/calls/{r.phase}", 0.0) + 1
+        m["judge/failed_calls"] += r.outcome not in {"ok", "repaired"}
+        m["judge/tokens_in"] += r.tokens_in
+        m["judge/tokens_out"] += r.tokens_out
+        m["judge/tokens_cached"] += r.tokens_cached
+        m["judge/latency_total_s"] += r.latency_s
+        if r.cost_usd is None:
+            m["judge/unpriced_calls"] += 1
+        else:
+            m["judge/cost_usd"] += r.cost_usd
+    return m
+
+
+def add_metrics(many: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sum counters by name. Rates in the input are garbage afterwards until `with_rates` makes them anew."""
+    total: dict[str, float] = {}
+    for one in many:
+        for name, value in one.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+#: rate: (counter, counters of the denominator)
+_RATES = {
+    "judge/latency_s": ("judge/latency_total_s", ("judge/calls",)),
+    "judge/override_rate": ("judge/overrides", ("judge/attributed",)),
+    "judge/uncited_verdict_rate": ("judge/uncited", ("judge/attributed_pass_fail",)),
+    "judge/failed_share": ("judge/failed", ("judge/members",)),
+    "rubric/pass_rate": ("rubric/passes", ("rubric/passes", "rubric/fails")),
+    "rubric/na_share": ("rubric/na", ("rubric/passes", "rubric/fails", "rubric/na")),
+}
+
+
+def with_rates(counters: Mapping[str, float]) -> dict[str, float]:
+    """The counters and the rates that follow from them; a rate without a denominator is left out.
+
+    The cost is left out too when a call had no known price: unknown is not 0.
+    """
+    out = {name: value for name, value in counters.items() if name not in _RATES}
+    for rate, (top, bottom) in _RATES.items():
+        if denominator := sum(counters.get(name, 0.0) for name in bottom):
+            out[rate] = counters.get(top, 0.0) / denominator
+    if out.get("judge/unpriced_calls"):
+        out.pop("judge/cost_usd", None)
+    return out

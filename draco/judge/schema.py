@@ -1,0 +1,279 @@
+"""What the five kinds of reply must look like, and the checks that JSON Schema cannot express.
+
+A `ReplyFault` is something that one corrective re-ask may mend. A reply that is still faulty after it is a
+`JudgeReplyError`; no faulty reply ever becomes a score.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import json_repair
+from pydantic import BaseModel, Field, Strict, StringConstraints, ValidationError
+
+from draco.types import Criterion
+
+__all__ = [
+    "LIMITS",
+    "Attributed",
+    "ReplyFault",
+    "Scored",
+    "check_attributions",
+    "check_criteria",
+    "check_scores",
+    "json_schema",
+    "parse_json",
+]
+
+#: most criteria that a reply of this phase may hold (DRACO, Section 3)
+LIMITS = {"propose_task": 15, "propose_rollout": 10, "merge": 24}
+
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+# Strict: True, 1.0 and "1" are not scores.
+Score = Annotated[int, Strict(), Field(json_schema_extra={"enum": [-1, 0, 1]})]
+StepNumber = Annotated[int, Strict()]
+
+
+class ReplyFault(ValueError):
+    """The reply breaks the schema; the message is quoted to the judge in the corrective re-ask."""
+
+
+class ProposedCriterion(BaseModel):
+    """A criterion from the request alone, or a merged one."""
+
+    title: Text
+    description: Text
+    evaluator_instruction: Text
+    grounding_references: list[str]
+
+
+class RevealedCriterion(ProposedCriterion):
+    """A criterion that one execution revealed."""
+
+    evidence: Text
+
+
+class TaskReply(BaseModel):
+    """Reply of propose_task and of merge."""
+
+    criteria: list[ProposedCriterion]
+
+
+class RolloutReply(BaseModel):
+    """Reply of propose_rollout."""
+
+    criteria: list[RevealedCriterion]
+
+
+class ScoreItem(BaseModel):
+    """One criterion, scored."""
+
+    title: Text
+    evidence: str
+    justification: str
+    score: Score
+
+
+class ScoreReply(BaseModel):
+    """Reply of score."""
+
+    verdicts: list[ScoreItem]
+
+
+class AttributeItem(BaseModel):
+    """One verdict, attributed to steps."""
+
+    title: Text
+    explanation: str
+    verdict: Score
+    relevant_steps: list[StepNumber]
+
+
+class AttributeReply(BaseModel):
+    """Reply of attribute."""
+
+    attributions: list[AttributeItem]
+
+
+_REPLIES: dict[str, type[BaseModel]] = {
+    "propose_task": TaskReply,
+    "propose_rollout": RolloutReply,
+    "merge": TaskReply,
+    "score": ScoreReply,
+    "attribute": AttributeReply,
+}
+M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One usable score."""
+
+    score: int
+    evidence: str
+    justification: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attributed:
+    """One usable attribution."""
+
+    verdict: int
+    steps: tuple[int, ...]  #: valid 1-based steps, ascending, each once
+    explanation: str
+    dropped: int  #: citations outside 1..M that were removed
+
+
+@cache
+def json_schema(phase: str) -> dict[str, Any]:
+    """JSON Schema of a reply in the strict dialect: every property required, no others allowed, no titles."""
+
+    def strict(node: Any) -> Any:
+        if isinstance(node, list):
+            return [strict(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        # A property may itself be called "title"; only the string-valued annotation goes.
+        out = {k: strict(v) for k, v in node.items() if not (k in {"title", "description"} and isinstance(v, str))}
+        # Not every strict dialect knows string and array limits; the checks below hold them anyway.
+        out.pop("minLength", None)
+        if out.get("type") == "object" and "properties" in out:
+            out["required"] = list(out["properties"])
+            out["additionalProperties"] = False
+        return out
+
+    schema: dict[str, Any] = strict(_REPLIES[phase].model_json_schema())
+    return schema
+
+
+def parse_json(text: str) -> tuple[Any, bool]:
+    """The JSON object in a reply, and whether it had to be repaired.
+
+    Bare JSON, a fenced block, prose around an object and a leading <think> part are all understood.
+
+    Raises:
+        ReplyFault: there is no JSON object in it.
+    """
+    text = text.rpartition("</think>")[2].strip()
+    if not text:
+        raise ReplyFault("the reply was empty")
+    candidates = [text, *reversed(re.findall(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", text, flags=re.DOTALL))]
+    start, stop = text.find("{"), text.rfind("}")
+    if start >= 0:
+        candidates.append(text[start : stop + 1] if stop > start else text[start:])
+    for candidate in candidates:
+        try:
+            data = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(data, dict):
+            return data, False
+    if start >= 0:
+        repaired = json_repair.loads(candidates[-1])
+        if isinstance(repaired, dict):
+            return repaired, True
+    raise ReplyFault("the reply holds no JSON object")
+
+
+def _validated(model: type[M], data: Any) -> M:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        faults = [
+            f"{'.'.join(map(str, e['loc'])) or 'reply'}: {e['msg']}" for e in error.errors(include_input=False)[:5]
+        ]
+        raise ReplyFault("; ".join(faults)) from None
+
+
+def check_criteria(phase: str, data: Any) -> tuple[tuple[Criterion, ...], None]:
+    """Criteria of a propose or merge reply.
+
+    Raises:
+        ReplyFault: wrong shape, more criteria than `LIMITS` allows, two with the same title, or none at all where
+            the phase is propose_task (a task without a way to fail does not exist).
+    """
+    reply = _validated(_REPLIES[phase], data)
+    assert isinstance(reply, (TaskReply, RolloutReply))
+    items = reply.criteria
+    if len(items) > LIMITS[phase]:
+        raise ReplyFault(f"{len(items)} criteria, at most {LIMITS[phase]} are allowed")
+    if phase == "propose_task" and not items:
+        raise ReplyFault("no criterion; write at least one")
+    seen: set[str] = set()
+    for item in items:
+        key = " ".join(item.title.split()).casefold()
+        if key in seen:
+            raise ReplyFault(f"the title {item.title!r} occurs twice; titles must be unique")
+        seen.add(key)
+    source = {"propose_task": "task", "propose_rollout": "rollout", "merge": "merge"}[phase]
+    return tuple(
+        Criterion(
+            title=item.title,
+            description=item.description,
+            evaluator_instruction=item.evaluator_instruction,
+            source=source,
+            grounding_references=tuple(item.grounding_references),
+            evidence=item.evidence if isinstance(item, RevealedCriterion) else "",
+        )
+        for item in items
+    ), None
+
+
+def _check_titles(got: Sequence[str], want: Sequence[str]) -> None:
+    if list(got) == list(want):
+        return
+    if len(got) != len(want):
+        missing = [t for t in want if t not in got]
+        extra = [t for t in got if t not in want]
+        raise ReplyFault(f"{len(got)} entries for {len(want)} criteria; missing: {missing}; unknown: {extra}")
+    at = next(k for k, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
+    raise ReplyFault(f"entry {at + 1} is {got[at]!r}, expected {want[at]!r}: exact titles in the given order")
+
+
+def _check_score(score: int, title: str) -> None:
+    if score not in (-1, 0, 1):
+        raise ReplyFault(f"{title!r}: {score} is not one of -1, 0, 1")
+
+
+def check_scores(criteria: Sequence[Criterion], data: Any) -> tuple[tuple[Scored, ...], None]:
+    """[K] scores in the order of `criteria`.
+
+    Raises:
+        ReplyFault: wrong shape, another set or order of titles, or a score outside {-1, 0, 1}.
+    """
+    items = _validated(ScoreReply, data).verdicts
+    _check_titles([i.title for i in items], [c.title for c in criteria])
+    for item in items:
+        _check_score(item.score, item.title)
+    return tuple(Scored(i.score, i.evidence, i.justification) for i in items), None
+
+
+def check_attributions(
+    criteria: Sequence[Criterion], n_steps: int, data: Any
+) -> tuple[tuple[Attributed, ...], str | None]:
+    """[K] attributions in the order of `criteria`, and a fault worth one re-ask but no more.
+
+    Citations outside 1..`n_steps` are dropped and counted, repeated ones count once. A pass or fail without a valid
+    citation is the soft fault: if the re-ask does not mend it, the verdict counts in R and in no Q.
+
+    Raises:
+        ReplyFault: wrong shape, another set or order of titles, or a verdict outside {-1, 0, 1}.
+    """
+    items = _validated(AttributeReply, data).attributions
+    _check_titles([i.title for i in items], [c.title for c in criteria])
+    out, uncited = [], []
+    for item in items:
+        _check_score(item.verdict, item.title)
+        steps = tuple(sorted({j for j in item.relevant_steps if 1 <= j <= n_steps}))
+        dropped = sum(not 1 <= j <= n_steps for j in item.relevant_steps)
+        if item.verdict and not steps:
+            uncited.append(item.title)
+        out.append(Attributed(item.verdict, steps, item.explanation, dropped))
+    soft = f"no step between 1 and {n_steps} is cited for {uncited}; cite at least one each" if uncited else None
+    return tuple(out), soft

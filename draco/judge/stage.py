@@ -1,0 +1,213 @@
+"""What the rubric callbacks share: judging on the background loop while rollouts go on, records, metrics, a guard.
+
+`BaseRubric` is the small interface that the CLI and the archive see on every rubric; `JudgedRubric` adds a judge.
+No parameter here can carry an evaluator: a judged rubric cannot read outcomes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+
+from draco.background import BackgroundLoop
+from draco.errors import ConfigError, TrainingStopped
+from draco.judge.client import JudgeClient
+from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
+from draco.judge.prompts import PHASES
+from draco.judge.records import CallRecord, add_metrics, with_rates
+from draco.stages import RubricStage
+from draco.types import Criterion, Failure, Group, Judgement
+
+__all__ = ["BaseRubric", "JudgedRubric", "judged_without_criteria", "read_secret"]
+
+
+class BaseRubric(RubricStage):
+    """A rubric stage with the methods that the CLI, the logger and the archive call on any of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: deque[CallRecord] = deque()
+        self._metrics: list[dict[str, float]] = []
+
+    def bind(self, environment_caveats: Sequence[str], secret: bytes) -> None:
+        """Give the stage what is known at run time only. Without a judge there is nothing to keep."""
+
+    def take_records(self) -> list[CallRecord]:
+        """Records of all calls since the last take, in a fixed order, each handed out once."""
+        taken = []
+        while self._records:
+            taken.append(self._records.popleft())
+        return sorted(taken, key=lambda r: (r.step, r.task_id, PHASES.index(r.phase), r.sample, r.attempt))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Counters and rates over all judgements since the last take."""
+        taken, self._metrics = self._metrics, []
+        return with_rates(add_metrics(taken))
+
+
+class JudgedRubric(BaseRubric):
+    """Judges groups by LLM calls on the background loop.
+
+    `judge` drains its groups on the caller's thread and submits each as it arrives, so that judging goes on while the
+    in-process engine generates. Only then does it yield: the policy is never updated while it still samples.
+
+    A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are made again.
+    """
+
+    def __init__(
+        self,
+        judge: JudgeClient,
+        caveats: Sequence[str] = (),
+        secret_path: str | None = None,
+        attribution_overrides: Overrides = "ignore",
+        propose_cache: ProposeCache = "group",
+        order: Literal["batch", "arrival"] = "batch",
+        max_failed_share: float = 0.25,
+    ) -> None:
+        """Set up the stage.
+
+        Args:
+            judge: carries the calls.
+            caveats: added to every prompt, before those of the environment.
+            secret_path: file that keys the transcript delimiters, made with mode 0600 if missing. `bind` may give the
+                secret itself. Without either a secret of this process is used.
+            attribution_overrides: see `JudgePipeline`.
+            propose_cache: see `JudgePipeline`.
+            order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
+            max_failed_share: more failed judgements than this share of a batch's trajectories stop the run.
+        """
+        super().__init__()
+        if order not in ("batch", "arrival"):
+            raise ConfigError(f"rubric order is {order!r}, expected batch or arrival")
+        if not 0.0 <= max_failed_share <= 1.0:
+            raise ConfigError(f"judge.max_failed_share is {max_failed_share}, expected a share between 0 and 1")
+        self.client = judge
+        self.caveats = tuple(caveats)
+        self.order = order
+        self.max_failed_share = max_failed_share
+        secret = read_secret(Path(secret_path)) if secret_path else secrets.token_bytes(32)
+        self.pipeline = JudgePipeline(
+            judge, self.caveats, secret, attribution_overrides, propose_cache, sink=self._records.append
+        )
+        self._loop: BackgroundLoop | None = None
+
+    @abstractmethod
+    def criteria(self, group: Group) -> Sequence[Criterion] | None:
+        """The set to judge a group by; None has one proposed for it."""
+
+    def bind(self, environment_caveats: Sequence[str], secret: bytes = b"") -> None:
+        """Add the environment's caveats to every prompt and, if given, set the secret of the delimiters."""
+        self.pipeline.rebind((*self.caveats, *environment_caveats), secret)
+
+    def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
+        """Yield one judgement a group.
+
+        Raises:
+            TrainingStopped: more trajectories than `max_failed_share` of the batch lost their judgement.
+            JudgeConfigError: the provider refused for good.
+        """
+        if self._loop is None or self._loop.closed:
+            self._loop = BackgroundLoop.shared()
+        pending: dict[Future[Judgement], Group] = {}
+        try:
+            for group in groups:
+                call = self.pipeline.judge_group(group, self.criteria(group), self.needs_citations)
+                pending[self._loop.submit(call)] = group
+            members = sum(len(group.live().trajectories) for group in pending.values())
+            failed = 0
+            for future in self._ordered(pending):
+                judgement = future.result()
+                failures = [f for f in judgement.failures if f.phase != "rollout"]
+                failed += len(failures)
+                self._metrics.append(dict(judgement.metrics))
+                self._guard(failed, members, failures)
+                yield judgement
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def _ordered(self, pending: dict[Future[Judgement], Group]) -> Iterator[Future[Judgement]]:
+        if self.order == "batch":
+            yield from sorted(pending, key=lambda future: pending[future].index)
+            return
+        left = set(pending)
+        while left:
+            done, left = wait(left, return_when=FIRST_COMPLETED)
+            yield from sorted(done, key=lambda future: pending[future].index)
+
+    def _guard(self, failed: int, members: int, latest: Sequence[Failure]) -> None:
+        if latest and failed > self.max_failed_share * members:
+            last = latest[-1]
+            raise TrainingStopped(
+                f"{failed} of {members} trajectories of this batch lost their judgement, more than "
+                f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: {last.reason}"
+            )
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the background loop; nothing of it outlives the run."""
+        self.close()
+
+    def close(self) -> None:
+        """End the background loop. The next `judge` starts a new one."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data only, so that checkpoints load with `weights_only`."""
+        return {"proposals": {t: [asdict(c) for c in found] for t, found in self.pipeline.proposals.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.pipeline.proposals = {
+            task: tuple(Criterion(**(c | {"grounding_references": tuple(c["grounding_references"])})) for c in found)
+            for task, found in state_dict.get("proposals", {}).items()
+        }
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, made with mode 0600 if there is none.
+
+    Raises:
+        ConfigError: the file is too short to be a secret.
+    """
+    with contextlib.suppress(FileExistsError), open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+        file.write(secrets.token_bytes(32))
+    secret = path.read_bytes()
+    if len(secret) < 16:
+        raise ConfigError(f"{path} holds {len(secret)} bytes, a transcript secret needs at least 16; delete the file")
+    return secret
+
+
+def judged_without_criteria(group: Group, rewards: dict[int, float], failures: Sequence[Failure]) -> Judgement:
+    """A judgement with K = 0 whose rewards come from elsewhere.
+
+    Args:
+        group: as it was rolled out.
+        rewards: R_i by sample, for the members that have one.
+        failures: why the others have none; quarantined rollouts are added here.
+    """
+    lost = [t for t in group.trajectories if t.termination.quarantined]
+    quarantined = [Failure(t.sample, "rollout", t.termination.value) for t in lost]
+    live = group.live().trajectories
+    members = tuple(t for t in live if t.sample in rewards)
+    failures = [*quarantined, *failures]
+    metrics = {"judge/members": float(len(live)), "judge/failed": float(len(failures) - len(quarantined))}
+    if len(members) < 2:
+        reason = f"{len(members)} member(s) left, a group needs 2"
+        failures += [Failure(t.sample, "group", reason) for t in members]
+        members, metrics["judge/skipped_groups"] = (), 1.0
+    failures.sort(key=lambda f: f.sample)
+    left = replace(group, trajectories=members)
+    return Judgement(left, (), (), (), tuple(rewards[t.sample] for t in members), tuple(failures), with_rates(metrics))
