@@ -24,9 +24,7 @@ class ArchiveWriter(Callback):
     def __init__(self, run: str) -> None:
         self.run = Path(run)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, GRPOModule)
         record = pl_module.record
         assert record is not None

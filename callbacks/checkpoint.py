@@ -46,9 +46,7 @@ class Checkpoints(Callback):
             stage.load_state_dict(state["stages"].get(type(stage).__name__, {}))
         log.info("resumed from %s", self.resume)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, GRPOModule)
         done = pl_module.batches_done
         if done % self.save_every == 0 or done in self._epoch_ends(trainer):
@@ -75,4 +73,8 @@ class Checkpoints(Callback):
     @staticmethod
     def _epoch_ends(trainer: Trainer) -> frozenset[int]:
         loader = trainer.train_dataloader
-        return frozenset(range(loader.steps_per_epoch, loader.steps + 1, loader.steps_per_epoch)) if loader else frozenset()
+        return (
+            frozenset(range(loader.steps_per_epoch, loader.steps + 1, loader.steps_per_epoch))
+            if loader
+            else frozenset()
+        )

@@ -42,9 +42,7 @@ class StepProgress(Callback):
         self._task = self._progress.add_task("", total=loader.steps, completed=loader.position, figures="")
         self._progress.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, GRPOModule)
         assert pl_module.record is not None
         line = describe(pl_module.record.metrics)

@@ -72,9 +72,7 @@ class AgentRollout(RolloutStage):
                 started = time.perf_counter()
         self._seconds += time.perf_counter() - started
 
-    def _open(
-        self, policy: Policy, batch: TaskBatch, task: Task, index: int, sample: int
-    ) -> Rollout | Trajectory:
+    def _open(self, policy: Policy, batch: TaskBatch, task: Task, index: int, sample: int) -> Rollout | Trajectory:
         """A running rollout, or a quarantined trajectory if the environment could not open the task."""
         seed = sampling_seed(self.seed, batch.purpose, batch.step, task.id, sample)
         try:

@@ -1,0 +1,1 @@
+"""Hydra configuration: one YAML an option, one `_target_` each."""

@@ -193,7 +193,7 @@ class Rollout:
         if self.step_kind == "turn" or len(actions) < 2:
             pieces = [(len(sampled), text, "\n".join(observations))]
         else:
-            # Reasoning before an action belongs to it; what follows the last action, the end token included, to the last.
+            # Reasoning before an action belongs to it; what follows the last action, end token included, to the last.
             bounds = [*(a.stop for a in actions[:-1]), len(text)]
             cuts = [*(self._tokens_until(sampled, b) for b in bounds[:-1]), len(sampled)]
             texts = [text[a:b] for a, b in zip([0, *bounds[:-1]], bounds, strict=True)]

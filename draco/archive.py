@@ -209,7 +209,7 @@ def _credits(step: int, credit: Credit) -> Iterable[dict[str, Any]]:
 
 
 def _call(step: int, call: Any) -> dict[str, Any]:
-    row = {"step": step}
+    row: dict[str, Any] = {"step": step}
     for item in dataclasses.fields(call):
         value = getattr(call, item.name)
         row[item.name] = value if isinstance(value, str | int | float | None) else json.dumps(value)

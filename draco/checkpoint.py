@@ -5,8 +5,8 @@
         optimizer.safetensors       "PARAMETER/STATE" → tensor
         state.json                  counters, states of loader and stages
 
-A folder is written under a temporary name and renamed, so a half-written checkpoint is never picked up. The base weights
-are never gathered or written. Random streams are keyed by (seed, step, task, sample) and need no state.
+A folder is written under a temporary name and renamed, so a half-written checkpoint is never picked up. The base
+weights are never gathered or written. Random streams are keyed by (seed, step, task, sample) and need no state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every credit rule shares: group advantages, and one `Credit` a judgement. A rule adds one method.
 
-    class MyCredit(GroupCredit):
-        def credit(self, judgement, member, advantage): ...    # → draco.credit.StepCredit
+class MyCredit(GroupCredit):
+    def credit(self, judgement, member, advantage): ...    # → draco.credit.StepCredit
 """
 
 from __future__ import annotations

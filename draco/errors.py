@@ -1,17 +1,17 @@
 """One error tree. Every message names what was wrong, what was expected and what to do.
 
-    DracoError
-    ├── ConfigError          the configuration, a path or an argument cannot work (exit before any rollout)
-    │   ├── StageError       a stage callback is missing or present twice
-    │   ├── TemplateError    a chat template cannot be driven token-exactly
-    │   └── AdapterError     an adapter does not fit the base model
-    ├── EnvironmentFault     the environment failed, not the agent (termination `environment_error`)
-    ├── EngineError          generation failed, not the agent (termination `engine_error`)
-    ├── JudgeError           a judge call did not give a usable reply; never turned into a score
-    │   ├── JudgeReplyError  the reply was unparsable or broke the schema, after one corrective re-ask
-    │   ├── JudgeCallError   the provider failed (timeout, rate limit, server error), retries exhausted
-    │   └── JudgeConfigError the provider refused the request for good (key, model, bad request)
-    └── TrainingStopped      a guard stopped the run with its state saved (too many failures, NaN steps)
+DracoError
+├── ConfigError          the configuration, a path or an argument cannot work (exit before any rollout)
+│   ├── StageError       a stage callback is missing or present twice
+│   ├── TemplateError    a chat template cannot be driven token-exactly
+│   └── AdapterError     an adapter does not fit the base model
+├── EnvironmentFault     the environment failed, not the agent (termination `environment_error`)
+├── EngineError          generation failed, not the agent (termination `engine_error`)
+├── JudgeError           a judge call did not give a usable reply; never turned into a score
+│   ├── JudgeReplyError  the reply was unparsable or broke the schema, after one corrective re-ask
+│   ├── JudgeCallError   the provider failed (timeout, rate limit, server error), retries exhausted
+│   └── JudgeConfigError the provider refused the request for good (key, model, bad request)
+└── TrainingStopped      a guard stopped the run with its state saved (too many failures, NaN steps)
 """
 
 from __future__ import annotations

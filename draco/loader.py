@@ -13,7 +13,7 @@ __all__ = ["EvalLoader", "TaskLoader"]
 
 
 class TaskLoader:
-    """Training batches: every epoch is a new permutation of the tasks, cut into whole batches; the remainder is dropped.
+    """Training batches: every epoch is a new permutation of the tasks, cut into whole batches, remainder dropped.
 
     Args:
         tasks: the training split.

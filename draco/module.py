@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from draco.advantage import verdict_unanimous
+from draco.env.base import Evaluator
 from draco.errors import ConfigError, TrainingStopped
 from draco.evaluation.records import EvalRecord, evaluate_groups
-from draco.env.base import Evaluator
 from draco.grpo import engine_mismatch, token_loss_sum
 from draco.interrupt import uninterrupted
 from draco.logprobs import hidden_states, output_head, step_logprobs
@@ -108,6 +108,7 @@ class GRPOModule(LightningModule):
         if not hasattr(self, "policy"):
             self.policy = self._make_policy()
             output_head(self.policy.model)
+            self.policy.train()
 
     def setup(self, stage: str) -> None:
         """Find the stages among the callbacks, by kind."""
@@ -140,14 +141,13 @@ class GRPOModule(LightningModule):
     def update(self, credited: Iterable[Credit]) -> None:
         """Accumulate gradients as sums over step tokens, divide once by the batch's token count, step once.
 
-        The denominator holds every step token of every judged trajectory (method §4): quarantined trajectories are in no
-        sum, groups without signal only where `loss.zero_signal` keeps them.
+        The denominator holds every step token of every judged trajectory: quarantined trajectories are in no sum,
+        groups without signal only where `loss.zero_signal` keeps them.
         """
         assert self.record is not None
         started, waited = time.perf_counter(), 0.0
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = defaultdict(float)
         maxima: dict[str, float] = {}
-        self.policy.train()
         for rows in self._row_groups(credited):
             waited += time.perf_counter() - started
             for micro in plan(rows, self.update_options.micro_batch_tokens):
@@ -179,7 +179,7 @@ class GRPOModule(LightningModule):
         self.record.credits += sorted(credited, key=lambda c: c.judgement.group.index)
         yield [row for c in self.record.credits if keep or not c.zero_std for row in rows_of(c)]
 
-    def _accumulate(self, rows: tuple[Row, ...], sums: Counter[str], maxima: dict[str, float]) -> None:
+    def _accumulate(self, rows: tuple[Row, ...], sums: dict[str, float], maxima: dict[str, float]) -> None:
         """Forward and backward of one micro-batch; adds the gradient of the *summed* loss."""
         started = time.perf_counter()
         options = self.loss_options
@@ -208,13 +208,13 @@ class GRPOModule(LightningModule):
             "mismatch_abs": mismatch["abs"],
             "mismatch_k3": mismatch["k3"],
         }.items():
-            sums[name] += float(value)  # type: ignore[assignment]
+            sums[name] += float(value)
         sums["tokens"] += loss.tokens
         sums["model_tokens"] += batch.tokens
         sums["padded_tokens"] += batch.input_ids.numel()
         for name, value in {"ratio_max": loss.ratio_max, "mismatch_ratio_max": mismatch["ratio_max"]}.items():
             maxima[name] = max(maxima.get(name, 0.0), float(value))
-        sums["seconds"] += time.perf_counter() - started  # type: ignore[assignment]
+        sums["seconds"] += time.perf_counter() - started
 
     def _logprobs(self, input_ids: Tensor, predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """log π of the step tokens [N] at the sampling temperature, and their entropy."""
@@ -222,7 +222,7 @@ class GRPOModule(LightningModule):
         hidden = hidden_states(self.policy.model, input_ids)[predicts]
         return step_logprobs(hidden, weight, targets, temperature=self.temperature, bias=bias)
 
-    def _optimizer_step(self, tokens: int, loss: float) -> float:
+    def _optimizer_step(self, tokens: float, loss: float) -> float:
         """Divide, clip, step. Returns the gradient norm before clipping; NaN-safe.
 
         Raises:
@@ -247,8 +247,8 @@ class GRPOModule(LightningModule):
             self.batches_done += 1
         if self._bad_steps >= self.update_options.max_bad_steps:
             raise TrainingStopped(
-                f"{self._bad_steps} optimizer steps in a row had a non-finite loss or gradient and were skipped; the last "
-                "checkpoint is intact: lower lr, or look at metrics.csv (update/grad_norm, engine/mismatch_*)"
+                f"{self._bad_steps} optimizer steps in a row had a non-finite loss or gradient and were skipped; the "
+                "last checkpoint is intact: lower lr, or look at metrics.csv (update/grad_norm, engine/mismatch_*)"
             )
         return norm
 
@@ -278,7 +278,7 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
-def _loss_metrics(sums: Counter[str], maxima: dict[str, float], grad_norm: float) -> dict[str, float]:
+def _loss_metrics(sums: dict[str, float], maxima: dict[str, float], grad_norm: float) -> dict[str, float]:
     tokens = max(sums["tokens"], 1)
     return {
         "update/loss": sums["loss"] / tokens,

@@ -36,7 +36,9 @@ class MicroBatch:
     """Tensors of one forward pass; N step tokens in row-major order."""
 
     input_ids: Tensor  #: [B, T] int64, right-padded with 0
-    predicts: Tensor  #: [B, T] bool: position t is a step token's predecessor, so its hidden state predicts a step token
+    predicts: (
+        Tensor  #: [B, T] bool: position t is a step token's predecessor, so its hidden state predicts a step token
+    )
     targets: Tensor  #: [N] int64 step tokens
     advantages: Tensor  #: [N] float32 a_j
     engine_logprobs: Tensor  #: [N] float32, what the engine reported at sampling time

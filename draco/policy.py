@@ -186,9 +186,9 @@ def _quiet_loading() -> Iterator[None]:
 
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         hf_logging.set_verbosity(level)
-        hf_logging.enable_progress_bar()
+        hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ class RubricStage(Callback, ABC):
         """Drain `groups` eagerly and yield one judgement a group, each as soon as it is complete."""
 
     def take_records(self) -> list[Any]:
-        """Judge call records (`draco.judge.client.CallRecord`) of the last batch, for the archive; empties the store."""
+        """Judge call records (`draco.judge.records.CallRecord`) of the last batch, for the archive; empties it."""
         return []
 
     def take_metrics(self) -> dict[str, float]:

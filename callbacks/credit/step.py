@@ -3,9 +3,9 @@
     Q_j = passes / (passes + fails) citing step j        w_j = Q_j if A_i ≥ 0 else 1 − Q_j        Eq. 4–6
     a_j = A_i · N · w_j / (n_j · Σ_k w_k)                                                          Eq. 7
 
-Why: in a long episode a few steps decide; the trajectory's total Σ n_j a_j = A_i·N stays what GRPO gives. A verdict that
-the attribution call overrode cites steps for another verdict and counts in no Q (`attribution_overrides: ignore`; with
-`apply` the rubric stage has replaced the score and no override is left). Nothing to keep over a restart.
+Why: in a long episode a few steps decide; the trajectory's total Σ n_j a_j = A_i·N stays what GRPO gives. A verdict
+that the attribution call overrode cites steps for another verdict and counts in no Q (`attribution_overrides: ignore`;
+with `apply` the rubric stage has replaced the score and no override is left). Nothing to keep over a restart.
 """
 
 from __future__ import annotations

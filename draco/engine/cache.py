@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 __all__ = ["slab_cache"]
 
 
-class _SlabLayer(DynamicLayer):
+class _SlabLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values in a preallocated slab [B, heads, capacity, head_dim] that doubles when full.
 
     `DynamicLayer` concatenates at every token, which costs O(T²) memory traffic over an episode of T tokens.
@@ -33,8 +33,7 @@ class _SlabLayer(DynamicLayer):
         self._slab_keys[..., self._length : stop, :] = key_states
         self._slab_values[..., self._length : stop, :] = value_states
         self._length = stop
-        self._expose()
-        return self.keys, self.values
+        return self._expose()
 
     @staticmethod
     def _allocate(like: Tensor, capacity: int) -> Tensor:
@@ -45,9 +44,10 @@ class _SlabLayer(DynamicLayer):
         grown[..., : self._length, :] = slab[..., : self._length, :]
         return grown
 
-    def _expose(self) -> None:
-        self.keys = self._slab_keys[..., : self._length, :]
-        self.values = self._slab_values[..., : self._length, :]
+    def _expose(self) -> tuple[Tensor, Tensor]:
+        keys, values = self._slab_keys[..., : self._length, :], self._slab_values[..., : self._length, :]
+        self.keys, self.values = keys, values
+        return keys, values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only some rows of the batch."""
@@ -58,12 +58,12 @@ class _SlabLayer(DynamicLayer):
 
 
 def slab_cache(config: Any) -> Any:
-    """A cache for `config`'s model whose plain attention layers append in place; other kinds of layer stay as they are."""
+    """A cache for `config`'s model whose plain attention layers append in place; other kinds of layer stay."""
     cache = DynamicCache(config=config)
     layers = getattr(cache, "layers", [])
     for i, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
-            layers[i] = _SlabLayer()
+            layers[i] = _SlabLayer()  # type: ignore[no-untyped-call]
     if not layers and getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = _SlabLayer
     return cache

@@ -33,7 +33,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, **kwargs: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
-                "the tokenizer has no chat template; use an instruct model or set `policy.chat_template` to a Jinja file"
+                "the tokenizer has no chat template; use an instruct model or point `policy.chat_template` to a file"
             )
         self.tokenizer = tokenizer
         self._kwargs = kwargs

@@ -136,6 +136,14 @@ class Environment(ABC):
     def open(self, task: Task, *, seed: int) -> Episode:
         """Start an episode. `seed` keys whatever is random in the environment."""
 
+    def opening(self, task: Task) -> tuple[Message, ...]:
+        """Opening messages of a task, without keeping an episode."""
+        episode = self.open(task, seed=0)
+        try:
+            return episode.opening
+        finally:
+            episode.close()
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

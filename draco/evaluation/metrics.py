@@ -40,10 +40,10 @@ def _check(successes: int, n: int, k: int) -> None:
 def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
     """Metrics of one evaluation.
 
-    TGC is the share of tasks that succeed, SGC the share of scenarios all of whose tasks succeed *in the same run*; both
-    as ``tgc``/``sgc`` (the mean over runs, which is pass^1) and ``…_pass_hat``/``…_pass_at`` for k = 1..n. Faulted rollouts
-    count as failed; rollouts whose evaluator failed have no success at all: they leave the means, and `unevaluated`
-    counts them. Every mean over nothing is None.
+    TGC is the share of tasks that succeed, SGC the share of scenarios all of whose tasks succeed *in the same run*;
+    both as ``tgc``/``sgc`` (the mean over runs, which is pass^1) and ``…_pass_hat``/``…_pass_at`` for k = 1..n. Faulted
+    rollouts count as failed; rollouts whose evaluator failed have no success at all: they leave the means, and
+    `unevaluated` counts them. Every mean over nothing is None.
 
     Raises:
         ValueError: tasks with different numbers of runs.

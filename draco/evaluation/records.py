@@ -33,9 +33,7 @@ class EvalRecord:
         return asdict(self)
 
 
-def evaluate_end_state(
-    evaluator: Evaluator | None, task: Task, end_state: str, termination: Termination
-) -> Outcome:
+def evaluate_end_state(evaluator: Evaluator | None, task: Task, end_state: str, termination: Termination) -> Outcome:
     """Outcome of one rollout. A quarantined rollout has failed its task; a failing evaluator gives success None."""
     if evaluator is None:
         return Outcome(None, error="the environment has no evaluator")

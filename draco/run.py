@@ -1,0 +1,227 @@
+"""One run, from a composed configuration to `summary.json`: check, build, evaluate, train, evaluate, report.
+
+Everything that can be wrong with the configuration is found before the first rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+
+from draco import checkpoint
+from draco.archive import step_folders
+from draco.env.base import Environment, Evaluator
+from draco.errors import ConfigError
+from draco.evaluation.metrics import summarise
+from draco.judge.stage import read_secret
+from draco.loader import EvalLoader, TaskLoader
+from draco.loggers import MetricsCsv
+from draco.module import GRPOModule
+from draco.policy import Policy
+from draco.runfolder import prepare, redacted
+from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
+from draco.summary import final_summary, read_json, train_success, write_json
+from draco.types import Task
+
+__all__ = ["Parts", "build", "select_tasks", "train"]
+
+log = logging.getLogger("draco")
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a configuration builds."""
+
+    environment: Environment
+    evaluator: Evaluator | None
+    module: GRPOModule
+    callbacks: list[Any]
+
+
+def build(config: DictConfig) -> Parts:
+    """Instantiate environment, stages and module; no weights are loaded yet.
+
+    Raises:
+        ConfigError: a part refuses its options, or a stage is missing or double.
+    """
+    if config.env.name != "desk" and "scripted" in str(config.judge.get("model", "")) and _judged(config):
+        raise ConfigError(
+            f"judge=scripted knows the embedded environment desk alone, not env={config.env.name}; "
+            "use judge=litellm judge.model=PROVIDER/MODEL"
+        )
+    environment: Environment = instantiate(config.env.environment)
+    evaluator: Evaluator | None = instantiate(config.env.get("evaluator"))
+    rollout = instantiate(
+        config.rollout,
+        environment=environment,
+        engine=instantiate(config.engine),
+        limits=instantiate(config.limits),
+    )
+    rubric = instantiate(config.rubric.stage)
+    credit = instantiate(config.credit.stage)
+    callbacks = [rollout, rubric, credit, *(instantiate(c) for c in config.callbacks.values() if c)]
+    find_stage(callbacks, RolloutStage)  # type: ignore[type-abstract]
+    find_stage(callbacks, RubricStage)  # type: ignore[type-abstract]
+    find_stage(callbacks, CreditStage)  # type: ignore[type-abstract]
+    if credit.needs_citations and not rubric.gives_citations:
+        log.warning(
+            "credit=%s needs cited steps, which rubric=%s does not give: every trajectory keeps its uniform advantage",
+            config.credit.name,
+            config.rubric.name,
+        )
+    module = GRPOModule(
+        policy=instantiate(config.policy, _partial_=True),
+        optimizer=instantiate(config.optimizer),
+        loss=instantiate(config.loss),
+        update=instantiate(config["update"]),
+        temperature=config.temperature,
+        evaluator=evaluator,
+    )
+    return Parts(environment, evaluator, module, callbacks)
+
+
+def _judged(config: DictConfig) -> bool:
+    return "judge" in config.rubric.stage
+
+
+def select_tasks(
+    environment: Environment, policy: Policy, split: str, limit: int | None, max_prompt: int
+) -> list[Task]:
+    """Tasks of a split whose prompt fits; the others are counted and listed.
+
+    Raises:
+        ConfigError: no such split, an empty one, or no prompt fits.
+    """
+    tasks = environment.tasks(split)[:limit]
+    if not tasks:
+        raise ConfigError(
+            f"split {split!r} of env={environment.name} has no tasks; splits: {', '.join(environment.splits)}"
+        )
+    lengths = {t.id: policy.prompt_tokens(environment.opening(t)) for t in tasks}
+    fitting = [t for t in tasks if lengths[t.id] <= max_prompt]
+    overlong = [t.id for t in tasks if lengths[t.id] > max_prompt]
+    if overlong:
+        log.warning(
+            "%d of %d tasks of %s have prompts over limits.max_prompt_tokens=%d and are left out: %s",
+            len(overlong), len(tasks), split, max_prompt, ", ".join(overlong),
+        )  # fmt: skip
+    if not fitting:
+        raise ConfigError(
+            f"every prompt of split {split!r} is longer than limits.max_prompt_tokens={max_prompt} "
+            f"(shortest: {min(lengths.values())} tokens); raise the limit"
+        )
+    return fitting
+
+
+def train(config: DictConfig) -> dict[str, Any]:
+    """Run the whole job and return the content of summary.json."""
+    started = time.time()
+    run = Path(config.run)
+    resume = checkpoint.latest(run) if config.resume else None
+    if resume is None:
+        prepare(run, overwrite=config.overwrite)
+        write_config(config, run)
+    resume_step = checkpoint.read_state(resume)["step"] if resume else 0
+    if resume and resume_step >= config.steps:
+        log.info("%s has already run its %d steps; raise steps= to go on", run, config.steps)
+        return read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+    if config.resume:
+        config.callbacks.checkpoint.resume = str(resume)
+        for folder in step_folders(run):
+            if int(folder.name.removeprefix("step=")) >= resume_step:
+                shutil.rmtree(folder)
+    _quiet_libraries()
+    seed_everything(config.seed, workers=False, verbose=False)
+    parts = build(config)
+    module = parts.module
+    rubric = find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
+    if hasattr(rubric, "bind"):
+        rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"))
+    module.configure_model()
+    loader, held_out = _loaders(config, parts)
+    loader.position = resume_step
+    loggers = [MetricsCsv(str(run), resume_step if resume else None)]
+    loggers += [instantiate(entry) for entry in config.logger.values() if entry]
+    trainer: Trainer = instantiate(
+        config.trainer,
+        callbacks=parts.callbacks,
+        logger=loggers,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        val_check_interval=config.eval.every or 1.0,
+        limit_val_batches=1 if config.eval.every else 0,
+        default_root_dir=str(run),
+    )
+    log.info("run folder: %s", run)
+    before_file = run / "evaluation_before.json"
+    if config.eval.before and not before_file.is_file():
+        write_json(before_file, _evaluate(config, parts, held_out, run))
+    trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
+    after = _evaluate(config, parts, held_out, run)
+    write_json(run / "evaluation_after.json", after)
+    before = read_json(before_file) if before_file.is_file() else None
+    train_success(run, parts.evaluator)
+    summary = final_summary(run, config, before, after, wall_s=time.time() - started)
+    write_json(run / "summary.json", summary)
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    return summary
+
+
+def write_config(config: DictConfig, run: Path) -> None:
+    """config.yaml: resolved, secrets redacted."""
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(redacted(config))), encoding="utf-8")
+
+
+def _loaders(config: DictConfig, parts: Parts) -> tuple[TaskLoader, EvalLoader]:
+    policy, limit = parts.module.policy, config.limits.max_prompt_tokens
+    tasks = select_tasks(parts.environment, policy, config.env.train_split, None, limit)
+    loader = TaskLoader(
+        tasks,
+        steps=config.steps,
+        tasks_per_step=config.tasks_per_step,
+        group_size=config.group_size,
+        seed=config.seed,
+        temperature=config.temperature,
+    )
+    held_out = select_tasks(parts.environment, policy, config.eval.split, config.eval.tasks, limit)
+    return loader, EvalLoader(held_out, n=config.eval.n, temperature=config.eval.temperature)
+
+
+def _evaluate(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path) -> dict[str, Any]:
+    """Success metrics of the current weights on the held-out tasks."""
+    trainer: Trainer = instantiate(
+        config.trainer,
+        callbacks=parts.callbacks[:3],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(run),
+    )
+    with torch.no_grad():
+        trainer.validate(parts.module, dataloaders=held_out, verbose=False)
+    records = parts.module.validation_records
+    return {"split": config.eval.split, **summarise(records), "records": [r.as_dict() for r in records]}
+
+
+def _quiet_libraries() -> None:
+    """Lightning's greetings and advice for loops that are not ours."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*"):
+        warnings.filterwarnings("ignore", message=text)
