@@ -1,0 +1,75 @@
+# make demo | test | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+#   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
+#   PIP_ARGS='...'               extra arguments for pip, such as another index
+#   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
+#   PYTEST_ARGS='-k credit'      extra arguments for pytest
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?=
+PIP_ARGS ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow test-all check ablation clean
+
+help:
+	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
+	@echo 'make test      set up, then run the test suite'
+	@echo 'make test-all  everything CI runs: check, test, the slow tests'
+	@echo 'make check     lint, format, types'
+	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
+	@echo 'make clean     remove .venv, caches and build output (runs/ stays)'
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python train.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+# Exit status 5 means that no test is marked slow.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-all: check test test-slow
+
+check: $(STAMP)
+	scripts/check
+
+ablation: $(STAMP)
+	$(BIN)/python scripts/ablation.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The user's own python3 first: what it has wheels for is what the user expects. A pyenv shim may exist and not run.
+# `python3 -m venv` needs ensurepip, which some distributions split off.
+$(STAMP): pyproject.toml
+	@set -euo pipefail; \
+	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
+	if [ ! -x $(BIN)/python ]; then \
+	  python=''; \
+	  for candidate in $(if $(PYTHON),'$(PYTHON)',python3 python3.13 python3.12 python3.11 python); do \
+	    if usable "$$candidate"; then python=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo 'error: no usable Python $(if $(PYTHON),at PYTHON=$(PYTHON),on PATH): need Python >= 3.11 with the venv and ensurepip modules' >&2; \
+	    echo '       (on Debian and Ubuntu: the packages python3 and python3-venv), or name one: make PYTHON=/path/to/python3.12' >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "Setting up .venv with $$("$$python" --version), once. This downloads PyTorch and the other packages:"; \
+	  echo '  about 1.9 GB on disk and one and a half minutes on 2 cores where pip finds a CPU build of PyTorch;'; \
+	  echo '  several GB more, and longer, where it takes the CUDA build. Nothing is downloaded after this.'; \
+	  "$$python" -m venv $(VENV); \
+	else \
+	  echo 'pyproject.toml changed, or an earlier set-up was cut short: bringing .venv up to date (seconds, if little changed).'; \
+	fi; \
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) 'torch~=2.13.0'; \
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -e '.[dev,gguf]'; \
+	touch $@
