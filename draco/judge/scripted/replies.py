@@ -1,0 +1,89 @@
+"""The five replies, in the JSON that the prompts ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from draco.judge.schema import LIMITS
+from draco.judge.scripted.findings import Finding, examine
+from draco.judge.scripted.general import GENERAL, Result
+from draco.judge.scripted.reading import Prompt
+
+__all__ = ["reply"]
+
+
+def reply(prompt: Prompt) -> dict[str, Any]:
+    """Answer one call.
+
+    Raises:
+        ValueError: an unknown phase.
+    """
+    match prompt.phase:
+        case "propose_task":
+            return _propose_task(prompt)
+        case "propose_rollout":
+            return _propose_rollout(prompt)
+        case "merge":
+            return _merge(prompt)
+        case "score":
+            return {"verdicts": [_scored(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
+        case "attribute":
+            return {"attributions": [_attributed(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
+    raise ValueError(f"unknown call {prompt.phase!r}")
+
+
+def _criterion(f: Finding) -> dict[str, Any]:
+    return {
+        "title": f.title,
+        "description": f.description,
+        "evaluator_instruction": f.instruction,
+        "grounding_references": [f.grounding],
+    }
+
+
+def _outcomes_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda f: f.rank)
+
+
+def _propose_task(prompt: Prompt) -> dict[str, Any]:
+    findings, _ = examine(prompt.blocks[0])
+    chosen = _outcomes_first(f for f in findings if f.obvious)
+    return {"criteria": [_criterion(f) for f in chosen[: LIMITS["propose_task"]]]}
+
+
+def _propose_rollout(prompt: Prompt) -> dict[str, Any]:
+    findings, _ = examine(prompt.blocks[0])
+    known = {c["title"] for c in prompt.criteria}
+    chosen = _outcomes_first(f for f in findings if f.score < 0 and f.title not in known)
+    return {"criteria": [_criterion(f) | {"evidence": f.evidence} for f in chosen[: LIMITS["propose_rollout"]]]}
+
+
+def _merge(prompt: Prompt) -> dict[str, Any]:
+    """Same title, same criterion: paraphrases do not arise here. What every attempt passes goes."""
+    attempts = [{f.title: f.score for f in examine(block)[0]} for block in prompt.blocks]
+    unique = {c["title"]: c for c in reversed(prompt.criteria)}
+    order = list(dict.fromkeys(c["title"] for c in prompt.criteria))
+    failed = [t for t in order if any(scores.get(t, 0) < 0 for scores in attempts)]
+    return {"criteria": [{k: v for k, v in unique[t].items() if k != "evidence"} for t in failed[: LIMITS["merge"]]]}
+
+
+def _decide(block: str, title: str) -> Result:
+    findings, ledger = examine(block)
+    if rule := GENERAL.get(title):
+        return rule(findings, ledger)
+    for f in findings:
+        if f.title == title:
+            return f.score, f.steps, f.evidence
+    return 0, (), "this rule-based judge has no rule for the criterion"
+
+
+def _scored(block: str, title: str) -> dict[str, Any]:
+    score, _, evidence = _decide(block, title)
+    why = {1: "The calls show it.", -1: "The calls show that it does not hold.", 0: "It does not apply here."}[score]
+    return {"title": title, "evidence": evidence, "justification": why, "score": score}
+
+
+def _attributed(block: str, title: str) -> dict[str, Any]:
+    score, steps, evidence = _decide(block, title)
+    return {"title": title, "explanation": evidence, "verdict": score, "relevant_steps": list(steps)}
