@@ -53,7 +53,7 @@ clean:
 $(STAMP): pyproject.toml
 	@set -euo pipefail; \
 	usable() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
-	if [ ! -x $(BIN)/python ]; then \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  python=''; \
 	  for candidate in $(if $(PYTHON),'$(PYTHON)',python3 python3.13 python3.12 python3.11 python); do \
 	    if usable "$$candidate"; then python=$$candidate; break; fi; \
@@ -66,10 +66,12 @@ $(STAMP): pyproject.toml
 	  echo "Setting up .venv with $$("$$python" --version), once. This downloads PyTorch and the other packages:"; \
 	  echo '  about 1.9 GB on disk and one and a half minutes on 2 cores where pip finds a CPU build of PyTorch;'; \
 	  echo '  several GB more, and longer, where it takes the CUDA build. Nothing is downloaded after this.'; \
-	  "$$python" -m venv $(VENV); \
+	  "$$python" -m venv --clear $(VENV); \
 	else \
 	  echo 'pyproject.toml changed, or an earlier set-up was cut short: bringing .venv up to date (seconds, if little changed).'; \
 	fi; \
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) 'torch~=2.13.0'; \
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -e '.[dev,gguf]'; \
+	echo 'Installing PyTorch ...'; \
+	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) 'torch~=2.13.0'; \
+	echo 'Installing draco and the other packages ...'; \
+	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) -e '.[dev,gguf]'; \
 	touch $@
