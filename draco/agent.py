@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draco.engine.chat import ChatFormat
+from draco.chat import ChatFormat
 from draco.env.base import ActionSpan, Episode
 from draco.errors import ConfigError
 from draco.types import Message, Step, Task, Termination, Trajectory

@@ -36,6 +36,7 @@ class MetricsCsv(Logger):
                 reader = csv.DictReader(file)
                 self._columns = list(reader.fieldnames or ["step"])
                 self._rows = [row for row in reader if int(row["step"]) <= resume_step]
+            self._rewrite()
 
     @property
     def name(self) -> str:

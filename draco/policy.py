@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draco.engine.chat import ChatFormat
+from draco.chat import ChatFormat
 from draco.errors import AdapterError, ConfigError
 from draco.types import Message
 

@@ -223,5 +223,5 @@ def _quiet_libraries() -> None:
     """Lightning's greetings and advice for loops that are not ours."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*"):
+    for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*", ".*LeafSpec.*"):
         warnings.filterwarnings("ignore", message=text)

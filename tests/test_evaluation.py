@@ -1,0 +1,82 @@
+"""pass^k, pass@k, TGC, SGC: brute force and hand-worked numbers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from conftest import EchoEvaluator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draco.env.base import Outcome
+from draco.evaluation.metrics import pass_at_k, pass_hat_k, summarise
+from draco.evaluation.records import EvalRecord, evaluate_end_state
+from draco.types import Task, Termination
+
+TASK = Task("t", "", "test", "s")
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_k_is_the_mean_over_all_draws(runs: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(runs)))
+    draws = list(combinations(runs, k))
+    assert pass_hat_k(sum(runs), len(runs), k) == pytest.approx(sum(map(all, draws)) / len(draws), abs=1e-12)
+    assert pass_at_k(sum(runs), len(runs), k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+@pytest.mark.parametrize("arguments", [(4, 3, 1), (-1, 3, 1), (1, 3, 0), (1, 3, 4)])
+def test_pass_k_bounds(arguments: tuple[int, int, int]) -> None:
+    for function in (pass_at_k, pass_hat_k):
+        with pytest.raises(ValueError, match="expected 0"):
+            function(*arguments)
+
+
+def record(task: str, scenario: str, sample: int, success: bool | None, **more: Any) -> EvalRecord:
+    options = {"difficulty": 1, "termination": "submitted", "turns": 4, "step_tokens": 10} | more
+    return EvalRecord(task_id=task, scenario_id=scenario, sample=sample, success=success, **options)
+
+
+def test_worked_example() -> None:
+    # scenario A: tasks a1 (1,1), a2 (1,0); scenario B: b1 (0,1). A holds in run 0 only, B in run 1 only.
+    records = [
+        record("a1", "A", 0, True), record("a1", "A", 1, True),
+        record("a2", "A", 0, True), record("a2", "A", 1, False, faults=("skips_pages",)),
+        record("b1", "B", 0, False, difficulty=2, turns=10), record("b1", "B", 1, True, difficulty=2),
+    ]  # fmt: skip
+    s = summarise(records)
+    assert s["tgc"] == pytest.approx(4 / 6)
+    assert s["sgc"] == pytest.approx(1 / 2)
+    assert s["tgc_pass_hat"] == pytest.approx([4 / 6, 1 / 3])
+    assert s["tgc_pass_at"] == pytest.approx([4 / 6, 1.0])
+    assert s["sgc_pass_hat"] == pytest.approx([1 / 2, 0.0])
+    assert s["sgc_pass_at"] == pytest.approx([1 / 2, 1.0])
+    assert s["tgc_by_difficulty"] == pytest.approx({"1": 3 / 4, "2": 1 / 2})
+    assert s["turns"] == pytest.approx(5.0)
+    assert s["faults"] == pytest.approx({"skips_pages": 1 / 6})
+    assert (s["tasks"], s["scenarios"], s["n"], s["unevaluated"]) == (3, 2, 2, 0)
+
+
+def test_an_unevaluated_run_is_no_zero() -> None:
+    s = summarise([record("a", "A", 0, True), record("b", "B", 0, None, error="x")])
+    assert (s["tgc"], s["sgc"], s["unevaluated"]) == (1.0, 1.0, 1)
+    s = summarise([record("a", "A", 0, None, error="x")])
+    assert (s["tgc"], s["sgc"], s["tgc_pass_hat"]) == (None, None, [None])
+
+
+def test_uneven_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="same number of runs"):
+        summarise([record("a", "A", 0, True), record("a", "A", 1, True), record("b", "B", 0, True)])
+
+
+def test_faults_of_environment_and_evaluator_are_told_apart() -> None:
+    class Raises(EchoEvaluator):
+        def evaluate(self, task: Task, end_state: str) -> Outcome:
+            raise OSError("no")
+
+    good = Termination.SUBMITTED
+    assert evaluate_end_state(EchoEvaluator(), TASK, "done", good).success is True
+    assert evaluate_end_state(Raises(), TASK, "done", good) == Outcome(None, error="OSError: no")
+    assert evaluate_end_state(None, TASK, "done", good).success is None
+    assert evaluate_end_state(Raises(), TASK, "", Termination.ENVIRONMENT_ERROR).success is False
