@@ -141,21 +141,30 @@ class Plan:
 
 
 class _Draw:
-    """Draws parameters of one task without repeating a name, or a number behind the same letter."""
+    """Draws parameters of one task without repeating a name, or a number behind the same letter.
+
+    As long as the pool allows, names of a task share no syllable and numbers behind a letter no first digit: what makes
+    a task hard is to keep to the procedure, not to tell `kalu` from `kari`.
+    """
 
     def __init__(self, split: str, rng: Random) -> None:
         names, self._numbers = pools(split)
         self.rng = rng
         self._names = rng.sample(names, len(names))
+        self._syllables: set[str] = set()
         self._used: dict[str, list[str]] = {}
 
     def name(self) -> str:
-        return self._names.pop()
+        name = min(self._names, key=lambda n: (n[:2] in self._syllables) + (n[2:] in self._syllables))
+        self._names.remove(name)
+        self._syllables |= {name[:2], name[2:]}
+        return name
 
     def number(self, prefix: str = "") -> str:
         used = self._used.setdefault(prefix, [])
         left = [n for n in self._numbers if n not in used]
-        used.append(self.rng.choice(left))
+        fresh = [n for n in left if n[0] not in {u[0] for u in used}]
+        used.append(self.rng.choice(fresh or left))
         return prefix + used[-1]
 
     def mixed(self, *items: Any) -> list[Any]:
