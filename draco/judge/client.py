@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -103,7 +104,8 @@ class JudgeClient:
         self.concurrency = concurrency
         self.response_schema = response_schema
         self.provider = provider
-        self._wait = tenacity.wait_exponential_jitter(initial=backoff_s, max=60.0, jitter=backoff_s)
+        grows = tenacity.wait_exponential(multiplier=backoff_s, max=60.0)
+        self._wait = grows + tenacity.wait_random(0.0, backoff_s)
         self._arguments: dict[str, Any] = {"model": model, "timeout": timeout_s, "max_retries": 0}
         for name, value in (
             ("temperature", temperature),
@@ -131,6 +133,8 @@ class JudgeClient:
         if self._litellm is None:
             # Without this litellm fetches a price table from the network on import.
             os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+            # litellm imports more of itself during its first call, and pydantic then warns about types that are not ours.
+            warnings.filterwarnings("ignore", message=".*using the `ReadOnly` qualifier", category=UserWarning)
             import litellm
 
             litellm.suppress_debug_info = True  # no help text on stdout for every error

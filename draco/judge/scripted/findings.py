@@ -273,7 +273,7 @@ class _Exam:
         )
 
     def _due(self, e: Effect, held: Sequence[Effect]) -> int:
-        """The step in which the confirmation of `e` was due: the next one that does not hold more for the same sub-goal."""
+        """The step in which the confirmation of `e` was due: the next that holds nothing more for the sub-goal."""
         steps = {h.step for h in held}
         step = self.ledger.after(e.step)
         while step in steps and step < self.ledger.steps:

@@ -1,0 +1,141 @@
+"""A litellm provider with canned replies, and small groups. Only the model call is faked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+import litellm
+from litellm.llms.custom_llm import CustomLLM
+
+from draco.judge.client import JudgeClient
+from draco.types import Criterion, Group, Message, Step, Task, Termination, Trajectory
+
+TASK = Task("t1", "pay ana 31", "train", "s1")
+PHASE = re.compile(r"^# Call: (\w+)$", re.MULTILINE)
+CRITERIA = (Criterion("Pays ana", "d", "i"), Criterion("Pays exactly 31", "d", "i"))
+
+
+def trajectory(
+    sample: int,
+    steps: int = 3,
+    termination: Termination = Termination.SUBMITTED,
+    observation: str = "ok",
+    task: Task = TASK,
+) -> Trajectory:
+    """A rollout whose actions name its sample."""
+    return Trajectory(
+        task=task,
+        sample=sample,
+        messages=(Message("system", "be good"), Message("user", "pay ana 31"), Message("assistant", "later")),
+        token_ids=(),
+        step_of=(),
+        logprobs=(),
+        steps=tuple(Step(j, (0, 0), f"act {j} of sample {sample}", observation, j) for j in range(1, steps + 1)),
+        termination=termination,
+        prompt_tokens=0,
+        policy_version=0,
+        seed=0,
+    )
+
+
+def group(n: int = 6, index: int = 0, **kwargs: Any) -> Group:
+    """n rollouts of one task."""
+    return Group(TASK, tuple(trajectory(i, **kwargs) for i in range(n)), index, step=7)
+
+
+def criterion(title: str, **more: Any) -> dict[str, Any]:
+    """As the judge would write it."""
+    return {"title": title, "description": "d", "evaluator_instruction": "i", "grounding_references": []} | more
+
+
+def titles_in(text: str) -> list[str]:
+    """Titles of the criteria that a prompt lists."""
+    tail = text[text.rfind("<<<END") :]
+    found = re.search(r"```json\n(.*?)\n```", tail, re.DOTALL)
+    return [row["title"] for row in json.loads(found[1])] if found else []
+
+
+def sample_in(text: str) -> int:
+    """Sample of the (first) rollout that a prompt shows; -1 for an opening."""
+    found = re.search(r"^act 1 of sample (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else -1
+
+
+class FakeJudge(CustomLLM):
+    """Replies by phase. Sample 0 fails the first criterion, all pass the second; sample 1 cites step 2.
+
+    `overrides` maps a phase to a function (text, n-th call of it on this sample) → reply text, an exception or None for
+    the default.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+        self.prompts: list[list[dict[str, str]]] = []
+        self.arguments: list[dict[str, Any]] = []
+        self.overrides: dict[str, Callable[[str, int], Any]] = {}
+        self.delay: Callable[[str], float] = lambda text: 0.0
+
+    async def acompletion(self, *args: Any, **kwargs: Any) -> Any:
+        messages = kwargs["messages"]
+        text = messages[1]["content"]
+        phase = PHASE.findall(text)[-1]
+        key = (phase, sample_in(text) if phase != "merge" else -1)
+        self.calls.append(key)
+        self.prompts.append(messages)
+        self.arguments.append(kwargs)
+        if delay := self.delay(text):
+            await asyncio.sleep(delay)
+        reply = None
+        if phase in self.overrides:
+            reply = self.overrides[phase](text, self.calls.count(key))
+        if isinstance(reply, BaseException):
+            raise reply
+        if reply is None:
+            reply = json.dumps(self.default(phase, text, key[1]))
+        response = kwargs["model_response"]
+        response.choices[0].message.content = reply
+        response.usage = litellm.Usage(prompt_tokens=10, completion_tokens=5, total_tokens=15)
+        return response
+
+    def default(self, phase: str, text: str, sample: int) -> dict[str, Any]:
+        if phase == "propose_task":
+            return {"criteria": [criterion("Pays ana")]}
+        if phase == "propose_rollout":
+            return {"criteria": [criterion(f"Found in sample {sample}", evidence="step 1")]}
+        if phase == "merge":
+            return {"criteria": [criterion("Pays ana"), criterion("Pays exactly 31")]}
+        names = titles_in(text)
+        if phase == "score":
+            bad = sample == 0
+            return {
+                "verdicts": [
+                    {"title": t, "evidence": "e", "justification": "j", "score": -1 if bad and k == 0 else 1}
+                    for k, t in enumerate(names)
+                ]
+            }
+        return {
+            "attributions": [
+                {"title": t, "explanation": "x", "verdict": -1 if sample == 0 and k == 0 else 1, "relevant_steps": [2]}
+                for k, t in enumerate(names)
+            ]
+        }
+
+    def phases(self) -> list[str]:
+        """Phases in the order of the calls."""
+        return [phase for phase, _ in self.calls]
+
+
+def client(fake: FakeJudge, **options: Any) -> JudgeClient:
+    """A client whose model is the fake."""
+    others = [e for e in litellm.custom_provider_map if e["provider"] != "fake-judge"]
+    litellm.custom_provider_map = [*others, {"provider": "fake-judge", "custom_handler": fake}]
+    defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 5.0, "backoff_s": 0.0, "response_schema": "off"}
+    return JudgeClient("fake-judge/m", **(defaults | options))
