@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 
 import pytest
 import torch
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-torch.set_num_threads(1)
-
 from draco.agent import Limits, Rollout
 from draco.chat import ChatFormat
 from draco.env.base import CODE, ActionFormat, Environment, Episode, Evaluator, Outcome, Reply
 from draco.policy import Policy
 from draco.types import Message, Task
+
+torch.set_num_threads(1)
 
 TINY = "pkg://draco.policies.tiny"
 

@@ -105,7 +105,7 @@ def test_default_is_dynamic_step() -> None:
     assert StepLevelCredit in kinds
 
 
-# --- the run folder ----------------------------------------------------------------------------------------------------
+# --- the run folder ---
 
 
 def test_a_used_folder_is_refused_and_overwrite_deletes_runs_only(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def make_trainer(callbacks: list[Any], **options: Any) -> Trainer:
 
 
 def script(rollout: Rollout) -> list[str]:
-    return [f"<code>{'a' * (rollout.sample + 1)}</code>", "<code>b</code>"][: rollout.sample + 1] + [DONE]
+    turns = [f"<code>{'a' * (rollout.sample + 1)}</code>", "<code>b</code>"]
+    return [*turns[: rollout.sample + 1], DONE]
 
 
 def make_module(policy: Callable[[], Policy], **options: Any) -> GRPOModule:
@@ -152,7 +153,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-# --- order -------------------------------------------------------------------------------------------------------------
+# --- order ---
 
 
 def test_stages_run_in_program_order_and_stream(new_policy: Callable[[], Policy]) -> None:
@@ -210,7 +211,7 @@ def test_the_trainer_refuses_before_any_rollout(new_policy: Callable[[], Policy]
     assert environment.opened == []
 
 
-# --- gradients ---------------------------------------------------------------------------------------------------------
+# --- gradients ---
 
 
 def test_gradient_is_that_of_the_brute_force_loss(new_policy: Callable[[], Policy]) -> None:
@@ -274,7 +275,7 @@ def test_skipped_groups_and_quarantined_members_change_nothing(new_policy: Calla
     assert torch.equal(gradients(prepared(new_policy), [empty, *credits]), expected)
 
 
-# --- steps and guards ----------------------------------------------------------------------------------------------------
+# --- steps and guards ---
 
 
 def weights(module: GRPOModule) -> torch.Tensor:
