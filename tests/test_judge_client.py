@@ -257,8 +257,8 @@ def test_checks_of_proposals() -> None:
         check_criteria("propose_rollout", {"criteria": [one | {"title": str(i), "evidence": "e"} for i in range(11)]})
     with pytest.raises(ReplyFault, match="title"):
         check_criteria("merge", {"criteria": [one | {"title": "  "}]})
+    items = [{"title": c.title, "explanation": "", "verdict": 1, "relevant_steps": [1]} for c in CRITERIA]
     with pytest.raises(ReplyFault, match="expected 'Pays ana'"):
-        items = [{"title": c.title, "explanation": "", "verdict": 1, "relevant_steps": [1]} for c in CRITERIA]
         check_attributions(CRITERIA, 3, {"attributions": items[::-1]})
     assert parse_json('{"a": 1}') == ({"a": 1}, False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,6 +152,11 @@ def test_fewer_than_two_left_skips_the_group(fake: FakeJudge) -> None:
     assert j.group.trajectories == ()
     assert {f.sample: f.phase for f in j.failures} == {0: "score", 1: "group", 2: "score"}
     assert j.metrics["judge/skipped_groups"] == 1
+
+
+def _for(sample: int, item: dict[str, Any]) -> Callable[[str, int], str | None]:
+    """An attribution for one sample; the others get the default."""
+    return lambda text, n: json.dumps({"attributions": [item]}) if f"of sample {sample}" in text else None
 
 
 def _override_sample_1(text: str, n: int) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from draco.errors import ConfigError
 from draco.judge.client import JudgeClient
@@ -63,7 +64,7 @@ def load_criteria(source: str) -> tuple[Criterion, ...]:
         raise ConfigError(f"no static rubric {source!r}: neither a file nor a packaged set ({', '.join(names)})")
     try:
         data = OmegaConf.to_container(OmegaConf.create(text))
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"static rubric {source!r} is no valid YAML: {error}") from error
     rows = data.get("criteria") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not rows:

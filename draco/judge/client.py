@@ -133,8 +133,10 @@ class JudgeClient:
         if self._litellm is None:
             # Without this litellm fetches a price table from the network on import.
             os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-            # litellm imports more of itself during its first call, and pydantic then warns about types that are not ours.
+            # It imports more of itself during its first call, and pydantic then warns about types that are not ours.
             warnings.filterwarnings("ignore", message=".*using the `ReadOnly` qualifier", category=UserWarning)
+            # It makes a custom provider's coroutine on a worker thread; a cancellation just then abandons it unstarted.
+            warnings.filterwarnings("ignore", message=".*acompletion' was never awaited", category=RuntimeWarning)
             import litellm
 
             litellm.suppress_debug_info = True  # no help text on stdout for every error
