@@ -154,6 +154,11 @@ class JudgeClient:
             self._litellm = litellm
         return self._litellm
 
+    async def aclose(self) -> None:
+        """Close open connections, on the loop that opened them."""
+        if self._litellm is not None:
+            await self._litellm.close_litellm_async_clients()
+
     async def call(self, request: JudgeRequest[T]) -> T:
         """Make one call and return its checked reply.
 

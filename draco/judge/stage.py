@@ -160,9 +160,10 @@ class JudgedRubric(BaseRubric):
 
     def close(self) -> None:
         """End the background loop. The next `judge` starts a new one."""
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.closed:
+            self._loop.submit(self.client.aclose()).result()
             self._loop.close()
-            self._loop = None
+        self._loop = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data only, so that checkpoints load with `weights_only`."""
