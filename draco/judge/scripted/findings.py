@@ -246,12 +246,14 @@ class _Exam:
         for e in done:
             if key(e) in seen:
                 again.append(e)
-            seen.add(key(e))
+            # What is held and never confirmed was not made: the next one is the first. That it hangs is judged apart.
+            if e.confirmed or not e.held:
+                seen.add(key(e))
         self._add(
             "once",
             title,
             f"{what} is made one time, not again.",
-            "Fail if the same change is made a second time and not cancelled. Not applicable if it is never made.",
+            "Fail if the same change is made again after it took effect. Not applicable if it is never made.",
             fail=_steps(again),
             passed=_steps(done),
             obvious=False,
@@ -273,8 +275,8 @@ class _Exam:
         )
 
     def _due(self, e: Effect, held: Sequence[Effect]) -> int:
-        """The step in which the confirmation of `e` was due: the next that holds nothing more for the sub-goal."""
-        steps = {h.step for h in held}
+        """The step in which the confirmation of `e` was due: the next that holds nothing new for the sub-goal."""
+        steps = {h.step for h in held if h.args != e.args}
         step = self.ledger.after(e.step)
         while step in steps and step < self.ledger.steps:
             step += 1
