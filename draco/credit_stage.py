@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from draco.advantage import standardize
 from draco.credit import StepCredit
 from draco.stages import CreditStage
-from draco.types import Credit, Judgement
+from draco.types import Credit, Failure, Judgement
 
 __all__ = ["GroupCredit"]
 
@@ -44,9 +45,9 @@ class GroupCredit(CreditStage):
             yield self.assign_one(judgement)
 
     def assign_one(self, judgement: Judgement) -> Credit:
-        """Credit of one group; an empty one (skipped group) for an empty judgement."""
-        if not judgement.group.trajectories:
-            return Credit(judgement, (), (), (), ())
+        """Credit of one group. A group of fewer than 2 has nothing to compare: it is skipped, as an empty credit."""
+        if len(judgement.group.trajectories) < 2:
+            return Credit(_emptied(judgement), (), (), (), ())
         group = standardize(
             torch.tensor(judgement.rewards, dtype=torch.float64),
             std=self.std,
@@ -73,3 +74,14 @@ class GroupCredit(CreditStage):
             member: index into `judgement.group.trajectories`.
             advantage: A_i.
         """
+
+
+def _emptied(judgement: Judgement) -> Judgement:
+    lone = [Failure(t.sample, "group", "alone in its group") for t in judgement.group.trajectories]
+    return replace(
+        judgement,
+        group=replace(judgement.group, trajectories=()),
+        verdicts=tuple(() for _ in judgement.criteria),
+        rewards=(),
+        failures=(*judgement.failures, *lone),
+    )

@@ -6,13 +6,14 @@ import csv
 import netrc
 import os
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
-__all__ = ["MetricsCsv", "wandb_logger"]
+__all__ = ["MetricsCsv", "finish", "wandb_logger"]
 
 
 class MetricsCsv(Logger):
@@ -101,6 +102,14 @@ def wandb_logger(
         resume="allow",
         **options,
     )
+
+
+def finish(loggers: Iterable[Logger]) -> None:
+    """Close every logger; W&B would otherwise go on with the same run in the next job of a sweep."""
+    for logger in loggers:
+        logger.finalize("finished")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
 
 
 def _has_key() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from draco import checkpoint
@@ -25,12 +26,12 @@ from draco.errors import ConfigError
 from draco.evaluation.metrics import summarise
 from draco.judge.stage import read_secret
 from draco.loader import EvalLoader, TaskLoader
-from draco.loggers import MetricsCsv
+from draco.loggers import MetricsCsv, finish
 from draco.module import GRPOModule
 from draco.policy import Policy
 from draco.runfolder import prepare, redacted
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
-from draco.summary import final_summary, read_json, train_success, write_json
+from draco.summary import final_summary, read_json, scalars, train_success, write_json
 from draco.types import Task
 
 __all__ = ["Parts", "build", "select_tasks", "train"]
@@ -150,7 +151,7 @@ def train(config: DictConfig) -> dict[str, Any]:
     module.configure_model()
     loader, held_out = _loaders(config, parts)
     loader.position = resume_step
-    loggers = [MetricsCsv(str(run), resume_step if resume else None)]
+    loggers: list[Logger] = [MetricsCsv(str(run), resume_step if resume else None)]
     loggers += [instantiate(entry) for entry in config.logger.values() if entry]
     trainer: Trainer = instantiate(
         config.trainer,
@@ -168,17 +169,20 @@ def train(config: DictConfig) -> dict[str, Any]:
     )
     log.info("run folder: %s", run)
     before_file = run / "evaluation_before.json"
-    if config.eval.before and not before_file.is_file():
-        write_json(before_file, _evaluate(config, parts, held_out, run))
-    trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
-    after = _evaluate(config, parts, held_out, run)
-    write_json(run / "evaluation_after.json", after)
-    before = read_json(before_file) if before_file.is_file() else None
-    train_success(run, parts.evaluator)
-    summary = final_summary(run, config, before, after, wall_s=time.time() - started)
-    write_json(run / "summary.json", summary)
-    for logger in trainer.loggers:
-        logger.finalize("success")
+    try:
+        if config.eval.before and not before_file.is_file():
+            write_json(before_file, _evaluate(config, parts, held_out, run))
+        trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
+        after = _evaluate(config, parts, held_out, run)
+        write_json(run / "evaluation_after.json", after)
+        before = read_json(before_file) if before_file.is_file() else None
+        train_success(run, parts.evaluator)
+        summary = final_summary(run, config, before, after, wall_s=time.time() - started)
+        write_json(run / "summary.json", summary)
+        for logger in loggers:
+            logger.log_metrics(scalars(summary), step=module.batches_done)
+    finally:
+        finish(loggers)
     return summary
 
 

@@ -16,7 +16,7 @@ from draco.archive import read_table, read_trajectories, step_folders
 from draco.env.base import Evaluator
 from draco.evaluation.records import evaluate_end_state
 
-__all__ = ["closing_table", "final_summary", "read_json", "train_success", "write_json"]
+__all__ = ["closing_table", "final_summary", "read_json", "scalars", "train_success", "write_json"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,6 +90,11 @@ def final_summary(
         "wall_s": round(earlier + wall_s, 1),
         "run": str(run),
     }
+
+
+def scalars(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a summary, for loggers."""
+    return {f"summary/{k}": float(v) for k, v in summary.items() if isinstance(v, int | float)}
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:

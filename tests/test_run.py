@@ -1,4 +1,7 @@
-"""Whole runs from the command line: what a user types, what is left behind, what happens when things go wrong."""
+"""Whole runs: what a user types, what is left behind, what happens when things go wrong.
+
+Most runs are made in this process (`train`); what belongs to the process itself, in one of its own (`shell`).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file
 
 from draco.archive import read_table, step_folders
 from draco.checkpoint import checkpoints
+from draco.env.base import Evaluator, Outcome
+from draco.errors import ConfigError
+from draco.run import train as run_job
+from draco.runfolder import resume_config
+from draco.types import Task
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "conf"
 QUICK = ("steps=2", "tasks_per_step=3", "group_size=3", "eval.tasks=6", "policy.rank=4")
 
 
@@ -34,12 +46,23 @@ def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) 
     )
 
 
-def train(*arguments: str, code: int = 0, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
-    """Run to the end and return everything printed."""
+def shell(*arguments: str, code: int = 0, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
+    """Run `python train.py …` to its end and return everything printed."""
     process = start(*arguments, cwd=cwd, env=env)
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, out + err
     return out + err
+
+
+def train(*overrides: str, conf: Path | None = None) -> dict[str, Any]:
+    """The same job in this process; returns the summary."""
+    GlobalHydra.instance().clear()
+    searched = [f"hydra.searchpath=[file://{conf}]"] if conf else []
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("train", [*overrides, *searched])
+    if config.resume:
+        config = resume_config(Path(config.resume), config, list(overrides))
+    return run_job(config)
 
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +83,17 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A quick run of the defaults: dynamic rubrics, step credit, scripted judge."""
     run = tmp_path_factory.mktemp("runs") / "quick"
-    return run, train(*QUICK, f"run={run}")
+    return run, shell(*QUICK, f"run={run}")
+
+
+class Raises(Evaluator):
+    """An evaluator that must not be asked."""
+
+    def __init__(self, **options: object) -> None:
+        pass
+
+    def evaluate(self, task: Task, end_state: str) -> Outcome:
+        raise RuntimeError("no peeking")
 
 
 def test_a_run_leaves_everything_behind(finished: tuple[Path, str]) -> None:
@@ -114,14 +147,8 @@ def test_the_same_seed_gives_the_same_adapter_and_another_does_not(finished: tup
 def test_outcome_blindness_an_evaluator_that_always_raises_changes_nothing(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "raising.py").write_text(
-        "from draco.env.base import Evaluator\n"
-        "class Raises(Evaluator):\n"
-        "    def __init__(self, **kwargs):\n        pass\n"
-        "    def evaluate(self, task, end_state):\n        raise RuntimeError('no peeking')\n"
-    )
     run = tmp_path / "blind"
-    train(*QUICK, f"run={run}", "env.evaluator._target_=raising.Raises", env={"PYTHONPATH": str(tmp_path)})
+    train(*QUICK, f"run={run}", "env.evaluator._target_=test_run.Raises")
     assert same(finished[0], run)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["base_success"], summary["final_success"], summary["unevaluated"]) == (None, None, 6)
@@ -135,13 +162,13 @@ def test_an_environment_without_an_evaluator_trains(finished: tuple[Path, str], 
     assert same(finished[0], tmp_path / "none")
 
 
-def test_an_existing_run_is_safe(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_existing_run_is_safe(finished: tuple[Path, str], caplog: pytest.LogCaptureFixture) -> None:
     run, _ = finished
-    printed = train(*QUICK, f"run={run}", code=2)
-    assert f"error: the run folder {run} exists" in printed
-    assert "Traceback" not in printed
-    printed = train(f"resume={run}")
-    assert "has already run its 2 steps" in printed
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        train(*QUICK, f"run={run}")
+    caplog.set_level("INFO", logger="draco")
+    assert train(f"resume={run}") == json.loads((run / "summary.json").read_text())
+    assert "has already run its 2 steps" in caplog.text
 
 
 def test_resume_goes_on_to_the_same_adapter(tmp_path: Path) -> None:
@@ -171,52 +198,57 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None
     assert "Traceback" not in err
     step = json.loads((checkpoints(run)[-1] / "state.json").read_text())["step"]
     assert step >= 3
-    train(f"resume={run}", f"steps={step + 1}")
+    assert train(f"resume={run}", f"steps={step + 1}")["steps"] == step + 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "message"), [("rubric=nonsense", 1, "dynamic"), ("group_size=1", 2, "error: group_size is 1")]
+)
+def test_bad_input_is_one_message_and_a_status(argument: str, code: int, message: str, tmp_path: Path) -> None:
+    printed = shell(argument, f"run={tmp_path / 'run'}", code=code)
+    assert message in printed
+    assert "Traceback" not in printed
 
 
 BAD = [
-    (["rubric=nonsense"], 1, "dynamic"),
-    (["nonsense=1"], 1, "nonsense"),
-    (["group_size=1"], 2, "group_size is 1"),
-    (["eval.split=nowhere"], 2, "test_challenge"),
-    (["tasks_per_step=91"], 2, "set tasks_per_step to 90 or less"),
-    (["limits.max_prompt_tokens=1"], 2, "raise the limit"),
-    (["policy.adapter=/nowhere"], 2, "not a PEFT adapter"),
-    (["policy.path=/nowhere"], 2, "policy.path="),
-    (["resume=/nowhere"], 2, "no run there"),
-    (["loss.zero_signal=maybe"], 2, "zero_signal"),
+    ("group_size=1", "group_size is 1"),
+    ("eval.split=nowhere", "test_challenge"),
+    ("tasks_per_step=91", "set tasks_per_step to 90 or less"),
+    ("limits.max_prompt_tokens=1", "raise the limit"),
+    ("policy.adapter=/nowhere", "not a PEFT adapter"),
+    ("policy.path=/nowhere", r"policy\.path="),
+    ("resume=/nowhere", "no run there"),
+    ("loss.zero_signal=maybe", "zero_signal"),
+    ("env.step=word", "code_block"),
+    ("rubric.stage.criteria=/nowhere", "no static rubric"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "message"), BAD, ids=[a[0][0] for a in BAD])
-def test_bad_input_is_named_before_any_rollout(arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
-    printed = train(*arguments, f"run={tmp_path / 'run'}", code=code)
-    assert message in printed
-    assert "Traceback" not in printed
+@pytest.mark.parametrize(("argument", "message"), BAD, ids=[a for a, _ in BAD])
+def test_bad_input_is_named_before_any_rollout(argument: str, message: str, tmp_path: Path) -> None:
+    rubric = ["rubric=static"] if "criteria" in argument else []
+    with pytest.raises(ConfigError, match=message):
+        train(*rubric, argument, f"run={tmp_path / 'run'}")
     assert not (tmp_path / "run" / "archive").exists()
     assert not (tmp_path / "run" / "evaluation_before.json").exists()
 
 
 def test_the_example_environment_trains(tmp_path: Path) -> None:
-    conf = ROOT / "examples" / "conf"
-    run = tmp_path / "guess"
-    train(
-        "--config-dir", str(conf), "env=guess", "rubric=outcome", "credit=uniform", "steps=1", "tasks_per_step=4",
-        "group_size=2", f"run={run}",
-    )  # fmt: skip
-    assert json.loads((run / "summary.json").read_text())["env"] == "guess"
+    options = ("env=guess", "rubric=outcome", "credit=uniform", "steps=1", "tasks_per_step=4", "group_size=2")
+    assert train(*options, f"run={tmp_path / 'guess'}", conf=EXAMPLES)["env"] == "guess"
 
 
 def test_the_example_credit_rule_trains(tmp_path: Path) -> None:
-    run = tmp_path / "discounted"
-    train("--config-dir", str(ROOT / "examples" / "conf"), "credit=discounted", *QUICK, f"run={run}")
-    for row in read_table(run, "credits").to_pylist():
+    train("credit=discounted", *QUICK, f"run={tmp_path / 'run'}", conf=EXAMPLES)
+    rows = read_table(tmp_path / "run", "credits").to_pylist()
+    assert rows
+    for row in rows:
         n, a = row["step_tokens"], row["step_advantages"]
         assert sum(x * y for x, y in zip(n, a, strict=True)) == pytest.approx(row["advantage"] * sum(n), abs=1e-9)
 
 
 def test_a_sweep_survives_a_failed_job_and_ends_with_a_table(tmp_path: Path) -> None:
-    printed = train(
+    printed = shell(
         "-m", "rubric=random,outcome", "credit=uniform", "steps=1", "tasks_per_step=2,999", "group_size=2",
         "eval.tasks=3", f"hydra.sweep.dir={tmp_path / 'sweep'}", code=1,
     )  # fmt: skip
@@ -233,7 +265,7 @@ def test_a_sweep_survives_a_failed_job_and_ends_with_a_table(tmp_path: Path) -> 
 def test_wandb_offline_stays_in_the_run_folder(tmp_path: Path) -> None:
     run = tmp_path / "wandb_run"
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": ""}
-    printed = train(*QUICK, "logger=wandb", f"run={run}", "rubric=random", "credit=uniform", env=env, cwd=tmp_path)
+    printed = shell(*QUICK, "logger=wandb", f"run={run}", "rubric=random", "credit=uniform", env=env, cwd=tmp_path)
     assert "wandb: offline" in printed
     assert list(run.rglob("*.wandb"))
     assert not (tmp_path / "wandb").exists()
