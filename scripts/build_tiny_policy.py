@@ -44,14 +44,16 @@ TEMPLATE = (
 )
 #: chance of each fault at each opportunity, the same throughout the second phase
 RATES = {
-    "skips_pages": 0.20,
-    "restates_secret": 0.28,
-    "wrong_recipient": 0.25,
-    "wrong_amount": 0.16,
-    "duplicates": 0.06,
-    "forgets_confirmation": 0.10,
-    "stops_early": 0.06,
+    "skips_pages": 0.14,
+    "restates_secret": 0.22,
+    "wrong_recipient": 0.20,
+    "wrong_amount": 0.13,
+    "duplicates": 0.05,
+    "forgets_confirmation": 0.08,
+    "stops_early": 0.05,
 }
+#: sub-goals about a list that the whole office shares
+ONCE = frozenset({"approve", "clean", "purge"})
 #: the fixed parts of prompts and observations, between bars since spaces at their ends count
 SENTENCES = """. |task: |pay |pay the bill |approve all requests by |delete all mails from |delete all files of \
 |note the code in the new mail from |book | at the free time.|share the final file | with |open the file \
@@ -69,12 +71,13 @@ class Options:
 
     out: str = "draco/policies/tiny"
     seed: int = 0
-    warm: int = 250  #: updates on single sub-goals, where copying is learned
-    clean: int = 350  #: updates on whole clean tasks
-    faulty: int = 150  #: updates on tasks with faults
+    warm: int = 200  #: updates on single sub-goals, where copying is learned
+    clean: int = 900  #: updates on whole clean tasks
+    faulty: int = 200  #: updates on tasks with faults
     batch: int = 48  #: episodes an update
     lr: float = 3e-3  #: peak
     threads: int = 1
+    start: str = ""  #: a policy built with faulty=0, to go on from
     measure: str = ""  #: a built policy to measure instead of building one
     split: str = "test_normal"
 
@@ -158,18 +161,26 @@ def network(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 class Teacher:
     """Endless demonstrations as (token ids, is it the policy's to say) pairs."""
 
-    def __init__(self, tok: PreTrainedTokenizerFast, seed: int) -> None:
-        self._tok, self.rng = tok, Random(f"tiny {seed}")
+    def __init__(self, tok: PreTrainedTokenizerFast, seed: str) -> None:
+        self._tok, self.rng = tok, Random(seed)
         self._families = SPLITS["train"].families
 
     def episode(self, rates: dict[str, float], *, single: bool = False) -> tuple[list[int], list[bool]]:
-        """One episode of a random family; of one random sub-goal if `single`."""
+        """One episode of a random family: half the time as its tasks are, else of 1 to 4 of its sub-goals at random.
+
+        `single`: of one sub-goal.
+        """
         rng = self.rng
         family, level = rng.choice(self._families), rng.randint(1, 3)
         order = list(family.blocks[level - 1])
-        order = [rng.choice(order)] if single else rng.sample(order, len(order))
-        gold = compose("fresh", "train", "fresh", family, tuple(order), level, rng)
-        return self._demonstrate(gold, rates)
+        rng.shuffle(order)
+        if single:
+            order = order[:1]
+        elif rng.random() < 0.5:
+            # Lists occur once a task.
+            drawn = rng.choices(order, k=rng.randint(1, 4))
+            order = [kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i]]
+        return self._demonstrate(compose("fresh", "train", "fresh", family, tuple(order), level, rng), rates)
 
     def _demonstrate(self, gold: Plan, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
         episode, agent = DeskEpisode(gold), Agent(gold, rates, self.rng)
@@ -338,17 +349,17 @@ def main(words: Sequence[str]) -> None:
         return
     torch.manual_seed(opt.seed)
     tok = tokenizer()
-    model = network(tok)
+    model: Any = AutoModelForCausalLM.from_pretrained(opt.start) if opt.start else network(tok)
     print(f"{model.num_parameters():,} parameters, {len(tok)} tokens")
-    teacher = Teacher(tok, opt.seed)
-    clean = chain(
+    if not opt.start:
+        teacher = Teacher(tok, f"clean {opt.seed}")
         # Single sub-goals are less than half as long.
-        batches(teacher, opt.warm, 2 * opt.batch, {}, single=True),
-        batches(teacher, opt.clean, opt.batch, {}, single=False),
-    )
-    clone(model, clean, opt.warm + opt.clean, opt.lr, "clean")
-    print(json.dumps(measure(model, tok, "test_normal"), indent=1))
+        single = batches(teacher, opt.warm, 2 * opt.batch, {}, single=True)
+        whole = batches(teacher, opt.clean, opt.batch, {}, single=False)
+        clone(model, chain(single, whole), opt.warm + opt.clean, opt.lr, "clean")
+        print(json.dumps(measure(model, tok, opt.split), indent=1))
     if opt.faulty:
+        teacher = Teacher(tok, f"faulty {opt.seed}")
         clone(model, batches(teacher, opt.faulty, opt.batch, RATES, single=False), opt.faulty, opt.lr / 4, "faulty")
     out = Path(opt.out)
     tok.save_pretrained(out)
