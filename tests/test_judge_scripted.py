@@ -256,6 +256,17 @@ def test_errors_in_calls() -> None:
     assert general(rollout(PAY, FIND, typo, send(), confirm(), DONE))["Recovers from failures"] == (1, (3,))
 
 
+@pytest.mark.parametrize(
+    "action",
+    ["<code>apis.pay.send(", "hello", '<tool_call>{"name": 3}</tool_call>', "<code>apis.x.y(a=[1, {}])</code>"],
+)
+def test_malformed_turns_are_errors_and_nothing_else(action: str) -> None:
+    bad = (f"<i>{action}", "error: write one call apis.app.name(key=value)")
+    t = rollout(PAY, FIND, bad, send(), confirm(), DONE)
+    assert failed(t) == {}
+    assert general(t)["Uses valid API calls"] == (-1, (2,))
+
+
 def ask(phase: str, *trajectories: Trajectory, criteria: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     show = opening if phase == "propose_task" else transcript
     return reply(Prompt(phase, tuple(show(t) for t in trajectories), tuple(criteria or ())))

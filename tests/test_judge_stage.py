@@ -339,6 +339,34 @@ def test_random_rubric() -> None:
     assert not RandomRubric().gives_citations
 
 
+CONF = Path(__file__).parents[1] / "conf"
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static", "random", "outcome"])
+def test_configurations_build_their_stage(name: str) -> None:
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"seed": 3, "env": {"evaluator": {"_target_": "test_judge_stage.ByEndState"}}})
+    config.judge = OmegaConf.load(CONF / "judge" / "scripted.yaml")
+    config.rubric = OmegaConf.load(CONF / "rubric" / f"{name}.yaml")
+    stage = instantiate(config.rubric.stage)
+    assert config.rubric.name == name
+    assert type(stage).__name__ == f"{name.title()}Rubric"
+    if isinstance(stage, JudgedRubric):
+        assert stage.client.model == "draco-scripted/desk"
+
+
+def test_the_litellm_configuration_asks_for_a_model() -> None:
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(CONF / "judge" / "litellm.yaml")
+    assert OmegaConf.missing_keys(config) == {"model"}
+    config.model = "openai/some-model"
+    assert instantiate(config).model == "openai/some-model"
+
+
 @pytest.mark.parametrize("options", [{"order": "random"}, {"max_failed_share": 2.0}])
 def test_bad_options(fake: FakeJudge, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -158,6 +158,10 @@ class JudgedRubric(BaseRubric):
         """End the background loop; nothing of it outlives the run."""
         self.close()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no teardown after an exception."""
+        self.close()
+
     def close(self) -> None:
         """End the background loop. The next `judge` starts a new one."""
         if self._loop is not None and not self._loop.closed:

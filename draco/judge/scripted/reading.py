@@ -100,7 +100,8 @@ def read_transcript(text: str) -> Reading:
 def _calls(step: int, action: str, observation: str) -> list[Call]:
     found = _ACTION.findall(_THINK.sub("", action))
     if not found:
-        return []
+        # A turn that was answered without an action in it: a malformed call, or none where one was due.
+        return [Call(step, "", {}, observation)] if observation else []
     # Several calls a step: every answer is one line.
     answers = observation.split("\n") if len(found) > 1 else [observation]
     answers += [""] * (len(found) - len(answers))
@@ -113,13 +114,18 @@ def _parse(code: str, tool: str) -> tuple[str, dict[str, Any]]:
         if tool:
             call = json.loads(tool)
             name, args = call["name"], call.get("arguments", {})
-            return (name, args) if isinstance(name, str) and isinstance(args, dict) else ("", {})
+            return (name, _plain(args)) if isinstance(name, str) and isinstance(args, dict) else ("", {})
         match = _CODE.fullmatch(code)
         if match is None:
             return "", {}
         return match[1], _arguments(match[2])
-    except (ValueError, KeyError, TypeError, SyntaxError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, SyntaxError, AttributeError, RecursionError, AssertionError):
         return "", {}
+
+
+def _plain(args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that can be compared and hashed, whatever the agent wrote."""
+    return {name: value if isinstance(value, (str, int, float)) else str(value) for name, value in args.items()}
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def _arguments(text: str) -> dict[str, Any]:
         if match is None:  # unusual but legal literals
             call = ast.parse(f"f({text})", mode="eval").body
             assert isinstance(call, ast.Call)
-            return {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            return _plain({str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
         args[match[1]] = int(match[4]) if match[4] is not None else (match[2] if match[2] is not None else match[3])
         at = match.end()
     return args
