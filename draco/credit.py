@@ -77,7 +77,7 @@ def redistribute(
     Raises:
         ValueError: no steps, n_j ≤ 0, a score outside {−1, 0, 1}, a non-finite advantage, or an unknown `unanimous`.
 
-    Example (paper, E.6)::
+    Example::
 
         >>> credit = redistribute(1.0, [(-1, [2]), (1, [1, 2])], [3, 5])
         >>> credit.qualities, credit.reason.value

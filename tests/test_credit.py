@@ -5,13 +5,15 @@ Each property test goes red when `draco/credit.py` breaks its property; golden a
 
 from __future__ import annotations
 
+import doctest
 import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+import draco.credit
 from draco.credit import Reason, redistribute, uniform
 
 Citations = list[tuple[int, list[int]]]
@@ -175,12 +177,13 @@ def brute_force(advantage: float, citations: Citations, tokens: list[int]) -> li
         weight = {j: 1 - w for j, w in weight.items()}
     if sum(weight.values()) == 0:
         return flat
-    return [
-        float(Fraction(advantage) * len(step_of) * weight[j] / (step_of.count(j) * sum(weight.values())))
-        for j in step_of
-    ]
+    credit = {
+        j: Fraction(advantage) * len(step_of) * weight[j] / (step_of.count(j) * sum(weight.values())) for j in verdicts
+    }
+    return [float(credit[j]) for j in step_of]
 
 
+@settings(max_examples=400)
 @given(st.one_of(advantages, st.just(0.0)), trajectories())
 def test_agrees_with_brute_force_on_every_token(advantage: float, trajectory: tuple[Citations, list[int]]) -> None:
     citations, tokens = trajectory
@@ -315,3 +318,8 @@ def test_integers_give_floats() -> None:
     credit = redistribute(1, [], [2])
     assert isinstance(credit.per_token[0], float)
     assert isinstance(credit.totals[0], float)
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(draco.credit)
+    assert (result.failed, result.attempted) == (0, 3)
