@@ -14,8 +14,9 @@ from callbacks.rubric.static import load_criteria
 from draco.env.desk.environment import DeskEnvironment
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
-from draco.judge.scripted.findings import examine, goals_of
+from draco.judge.scripted.findings import examine
 from draco.judge.scripted.general import GENERAL
+from draco.judge.scripted.goals import goals_of
 from draco.judge.scripted.reading import Prompt, read_prompt, read_transcript
 from draco.judge.scripted.replies import reply
 from draco.judge.transcript import fence, opening, transcript

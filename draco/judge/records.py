@@ -70,6 +70,7 @@ _RATES = {
     "judge/override_rate": ("judge/overrides", ("judge/attributed",)),
     "judge/uncited_verdict_rate": ("judge/uncited", ("judge/attributed_pass_fail",)),
     "judge/failed_share": ("judge/failed", ("judge/members",)),
+    "rubric/criteria_per_group": ("rubric/criteria", ("rubric/groups",)),
     "rubric/pass_rate": ("rubric/passes", ("rubric/passes", "rubric/fails")),
     "rubric/na_share": ("rubric/na", ("rubric/passes", "rubric/fails", "rubric/na")),
 }

@@ -7,24 +7,15 @@ that fulfilled it. A finding whose condition never arose is not applicable.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from draco.judge.scripted.goals import Goal, assign, goals_of, same
 from draco.judge.scripted.ledger import Effect, Ledger, Listing
 from draco.judge.scripted.reading import read_transcript
 
-__all__ = ["Finding", "Goal", "examine", "goals_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """One sentence of the request."""
-
-    kind: str
-    args: tuple[str, ...]
-    sentence: str
+__all__ = ["Finding", "examine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +35,6 @@ class Finding:
     rank: int = 0  #: order within a proposal: outcomes first
 
 
-_TASK = re.compile(r"^task: (.*)$", re.MULTILINE)
-_GOALS = [
-    (kind, re.compile(pattern))
-    for kind, pattern in (
-        ("bill", r"pay the bill (\w+)"),
-        ("pay", r"pay (\w+) of (\w+) (\d+)"),
-        ("approve", r"approve all requests by (\w+)"),
-        ("clean", r"delete all mails from (\w+)"),
-        ("purge", r"delete all files of (\w+)"),
-        ("note", r"note the code in the new mail from (\w+)"),
-        ("book", r"book (\w+) at the free time"),
-        ("share", r"share the final file (\w+) with (\w+) of (\w+)"),
-        ("vault", r"open the file (\w+) with its key and mail (\w+) opened"),
-        ("unlock", r"unlock the account (\w+) with its key and mail (\w+) unlocked"),
-        ("refund", r"refund all late orders of (\w+)"),
-    )
-]
-
-
-def goals_of(request: str) -> tuple[Goal, ...]:
-    """The sub-goals of a user message."""
-    found = _TASK.search(request)
-    goals = []
-    for sentence in (found[1] if found else request).split("."):
-        sentence = sentence.strip()
-        for kind, pattern in _GOALS:
-            if match := pattern.fullmatch(sentence):
-                goals.append(Goal(kind, match.groups(), sentence))
-                break
-    return tuple(goals)
-
-
 @lru_cache(maxsize=1024)
 def examine(block: str) -> tuple[tuple[Finding, ...], Ledger]:
     """All findings of one transcript, and the ledger. Also of an opening alone: then nothing was done."""
@@ -88,25 +47,15 @@ def _steps(effects: Iterable[Effect]) -> tuple[int, ...]:
     return tuple(sorted({e.step for e in effects}))
 
 
-def _same(value: object, number: int) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == number
-
-
 class _Exam:
-    """Assigns every change to the sub-goal that it was made for, then examines each sub-goal."""
+    """Examines each sub-goal with the changes that were made for it."""
 
     def __init__(self, ledger: Ledger, goals: Sequence[Goal]) -> None:
         self.ledger = ledger
         self.goals = goals
         self.out: list[Finding] = []
         self.goal = goals[0] if goals else Goal("", (), "")
-        self.extra: list[Effect] = []
-        self.assigned: dict[int, list[Effect]] = {i: [] for i in range(len(goals))}
-        for effect in ledger.effects:
-            if effect.cancelled:
-                continue
-            at = self._goal_of(effect)
-            (self.extra if at is None else self.assigned[at]).append(effect)
+        self.assigned, self.extra = assign(ledger, goals)
 
     def run(self) -> list[Finding]:
         for i, goal in enumerate(self.goals):
@@ -114,70 +63,6 @@ class _Exam:
             getattr(self, f"_{goal.kind}")(self.assigned[i], *goal.args)
         self._overall()
         return self.out
-
-    # -- which sub-goal a change was made for ----------------------------------------------------------------------
-
-    def _goal_of(self, e: Effect) -> int | None:
-        """The sub-goal that fits best: values first, then the look-up that went before, then the least served."""
-        fits = {
-            "pay": ("pay", "bill"),
-            "approve": ("approve",),
-            "mail_delete": ("clean",),
-            "file_delete": ("purge",),
-            "note": ("note",),
-            "book": ("book",),
-            "share": ("share",),
-            "open": ("vault",),
-            "unlock": ("unlock",),
-            "mail": ("vault", "unlock"),
-            "refund": ("refund",),
-        }[e.kind]
-        options = [i for i, g in enumerate(self.goals) if g.kind in fits]
-        if not options:
-            return None
-        scores = {i: self._fit(e, self.goals[i]) for i in options}
-        best = max(options, key=lambda i: (scores[i], -len([x for x in self.assigned[i] if x.kind == e.kind]), -i))
-        # Opening or booking something that no sentence names is nobody's sub-goal done wrongly.
-        return None if e.kind in {"open", "unlock", "book"} and scores[best] < 8 else best
-
-    def _fit(self, e: Effect, g: Goal) -> int:
-        led, args = self.ledger, g.args
-        if g.kind == "pay":
-            name, team = led.teams.get(str(e.args.get("to")), (led.names.get(str(e.args.get("to")), ""), ""))
-            return (
-                8 * (name == args[0])
-                + 4 * (team == args[1])
-                + 3 * _same(e.args.get("amount"), int(args[2]))
-                + 2 * (e.context == ("contacts.find", args[0]))
-            )
-        if g.kind == "bill":
-            payee, due, paid = led.bills.get(args[0], ("", -1, -1))
-            return (
-                8 * (e.args.get("to") == payee)
-                + 3 * (_same(e.args.get("amount"), due) or _same(e.args.get("amount"), paid))
-                + 4 * (e.context == ("notes.read", args[0]))
-            )
-        if g.kind == "note":
-            mails = led.states.get(("mail.search", args[0]), {})
-            known = {str(n) for m in mails for n in led.codes.get(m, ())}
-            return 8 * (e.args.get("text") in known) + 4 * (e.context[1] in mails) + 2 * (e.context[1] == args[0])
-        if g.kind in {"book", "open"}:
-            return 8 * (e.args.get("name") == args[0])
-        if g.kind == "share":
-            owner = led.teams.get(str(e.args.get("to")), ("", ""))
-            return (
-                8 * (e.args.get("id") in led.states.get(("files.find", args[0]), {}))
-                + 3 * (owner[0] == args[1])
-                + (owner[1] == args[2])
-            )
-        if g.kind in {"vault", "unlock"}:
-            if e.kind in {"open", "unlock"}:
-                return 8 * (e.args.get("name") == args[0])
-            word = "opened" if g.kind == "vault" else "unlocked"
-            key = led.keys.get(args[0], ("\0", 0))[0]
-            text = str(e.args.get("text"))
-            return 8 * (e.args.get("to") == args[1]) + 4 * (text == word) + 4 * (key in text)
-        return 1
 
     # -- building findings -----------------------------------------------------------------------------------------
 
@@ -356,7 +241,7 @@ class _Exam:
             f"Pays {name} of {team} exactly {amount}",
             f"The amount of the payment for {name} of {team} is {amount}.",
             "Fail if the amount differs. Not applicable if no payment is made for this.",
-            fail=_steps(e for e in done if not _same(e.args.get("amount"), int(amount))),
+            fail=_steps(e for e in done if not same(e.args.get("amount"), int(amount))),
             passed=_steps(done),
         )
         self._confirmed(f"Confirms payment to {name} of {team}", f"The payment for {name} of {team}", done)
@@ -379,7 +264,7 @@ class _Exam:
             f"Pays what is due for {bill}",
             f"The amount paid for the bill {bill} is the one that its note calls due, not the one already paid.",
             "Compare the amount of the payment with `due` in the note. Not applicable if no payment is made for this.",
-            fail=_steps(e for e in done if not _same(e.args.get("amount"), due)),
+            fail=_steps(e for e in done if not same(e.args.get("amount"), due)),
             passed=_steps(done),
         )
         self._confirmed(f"Confirms payment of bill {bill}", f"The payment for the bill {bill}", done)
