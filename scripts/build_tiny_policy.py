@@ -71,8 +71,8 @@ class Options:
 
     out: str = "draco/policies/tiny"
     seed: int = 0
-    warm: int = 200  #: updates on single sub-goals, where copying is learned
-    clean: int = 900  #: updates on whole clean tasks
+    warm: int = 400  #: updates on single sub-goals, where copying is learned
+    clean: int = 500  #: updates on whole clean tasks
     faulty: int = 200  #: updates on tasks with faults
     batch: int = 48  #: episodes an update
     lr: float = 3e-3  #: peak
@@ -101,14 +101,33 @@ def options(words: Iterable[str]) -> Options:
     return Options(**values)
 
 
+#: letters that ids begin with, for the parameters that take one letter only
+LETTERS = {
+    "pay.confirm": "p",
+    "pay.cancel": "p",
+    "pay.approve": "r",
+    "mail.read": "m",
+    "mail.delete": "m",
+    "calendar.confirm": "b",
+    "calendar.cancel": "b",
+    "files.share": "f",
+    "files.delete": "f",
+    "orders.refund": "o",
+    "orders.confirm": "h",
+    "orders.cancel": "h",
+}
+
+
 def phrases() -> list[str]:
     """Everything that is one token beyond bytes: syllables, the frame of every call, words of prompts and answers."""
-    frames = ['")</code>', ")</code>", '"}}</tool_call>', "}}</tool_call>"]
+    frames = ['")</code>', ")</code>", '"}}</tool_call>', "}}</tool_call>", '", slot="t', '", to="k']
+    frames.append(f'{CODE.open}apis.pay.send(to="k')
     for api, params in APIS.items():
         quotes = ["" if p in NUMBERS else '"' for p in params]
+        first = quotes[0] + LETTERS.get(api, "")
         frames += [
-            f"{CODE.open}apis.{api}({params[0]}={quotes[0]}",
-            f'{TOOL_CALL.open}{{"name": "{api}", "arguments": {{"{params[0]}": {quotes[0]}',
+            f"{CODE.open}apis.{api}({params[0]}={first}",
+            f'{TOOL_CALL.open}{{"name": "{api}", "arguments": {{"{params[0]}": {first}',
         ]
         for last, param, quote in zip(quotes, params[1:], quotes[1:], strict=False):
             frames += [f"{last}, {param}={quote}", f'{last}, "{param}": {quote}']
@@ -144,8 +163,8 @@ def network(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         LlamaConfig(
             vocab_size=len(tok),
             hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=3,
+            intermediate_size=256,
+            num_hidden_layers=5,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
@@ -353,8 +372,7 @@ def main(words: Sequence[str]) -> None:
     print(f"{model.num_parameters():,} parameters, {len(tok)} tokens")
     if not opt.start:
         teacher = Teacher(tok, f"clean {opt.seed}")
-        # Single sub-goals are less than half as long.
-        single = batches(teacher, opt.warm, 2 * opt.batch, {}, single=True)
+        single = batches(teacher, opt.warm, opt.batch, {}, single=True)
         whole = batches(teacher, opt.clean, opt.batch, {}, single=False)
         clone(model, chain(single, whole), opt.warm + opt.clean, opt.lr, "clean")
         print(json.dumps(measure(model, tok, opt.split), indent=1))

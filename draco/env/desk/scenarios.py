@@ -1,7 +1,8 @@
 """Tasks from seeds: a family is a list of blocks (sub-goals), a scenario fixes their order, a variant the parameters.
 
-Names and numbers come from one pool a split, and the pools are disjoint: no pair of syllables and no two-digit number
-that occurs in a train task occurs in a test task. `Random(str)` seeds by SHA-512, so tasks are the same everywhere.
+Names and numbers come from one pool a split, and the pools are disjoint: no name, amount, code or key of a train task
+occurs in a test task (ids are labels without meaning and may be the same). `Random(str)` seeds by SHA-512, so tasks are
+the same everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ __all__ = [
     "task_ids",
 ]
 
-_SYLLABLES = "ka lu ri mo te na so vi pe du zo fi ja ke bo ra mi nu ta lo go wi hu sa"
+_SYLLABLES = (
+    "ka lu ri mo te na so vi pe du zo fi ja ke bo ra mi nu ta lo go wi hu sa "
+    "ba ci fu ga vu je xo bi mu ni po qu re si tu va we xi yo za ce dy fe gi"
+)
 SYLLABLES = tuple(_SYLLABLES.split())
 BLOCK_APPS: Mapping[str, tuple[str, ...]] = {
     "pay": ("contacts", "pay"),
@@ -96,13 +100,14 @@ class _Split:
 
 
 SPLITS: Mapping[str, _Split] = {
-    "train": _Split(30, _SEEN, 232, 42),
-    "dev": _Split(20, _SEEN, 80, 16),
-    "test_normal": _Split(56, _SEEN, 120, 16),
-    "test_challenge": _Split(56, _UNSEEN, 120, 16),
+    "train": _Split(30, _SEEN, 1000, 42),
+    "dev": _Split(20, _SEEN, 300, 16),
+    "test_normal": _Split(56, _SEEN, 450, 16),
+    "test_challenge": _Split(56, _UNSEEN, 450, 16),
 }
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (*_SEEN, *_UNSEEN)}
 VARIANTS = 3
+_IDS = tuple(str(n) for n in range(10, 100))
 
 
 @cache
@@ -160,12 +165,18 @@ class _Draw:
         self._syllables |= {name[:2], name[2:]}
         return name
 
-    def number(self, prefix: str = "") -> str:
-        used = self._used.setdefault(prefix, [])
-        left = [n for n in self._numbers if n not in used]
+    def number(self) -> str:
+        return self._draw("", self._numbers)
+
+    def id(self, prefix: str) -> str:
+        return prefix + self._draw(prefix, _IDS)
+
+    def _draw(self, kind: str, pool: tuple[str, ...]) -> str:
+        used = self._used.setdefault(kind, [])
+        left = [n for n in pool if n not in used]
         fresh = [n for n in left if n[0] not in {u[0] for u in used}]
         used.append(self.rng.choice(fresh or left))
-        return prefix + used[-1]
+        return used[-1]
 
     def mixed(self, *items: Any) -> list[Any]:
         return self.rng.sample(items, len(items))
@@ -180,7 +191,7 @@ class _Draw:
 
 def _pay(d: _Draw, w: Facts, pages: int) -> Block:
     name, team, other, amount = d.name(), d.name(), d.name(), d.number()
-    to, wrong = d.number("k"), d.number("k")
+    to, wrong = d.id("k"), d.id("k")
     w.contacts.update(d.mixed((to, (name, team)), (wrong, (name, other))))
     facts = {"name": name, "to": to, "wrong": wrong, "amount": int(amount)}
     return Block("pay", f"pay {name} of {team} {amount}.", (("paid", to, amount),), facts)
@@ -196,7 +207,7 @@ def _bill(d: _Draw, w: Facts, pages: int) -> Block:
 def _listed(d: _Draw, pages: int, prefix: str) -> tuple[str, dict[str, str], list[str]]:
     """A name, entries id → name, and the ids of that name."""
     name, flags = d.name(), d.pages(pages)
-    entries = {d.number(prefix): name if about else d.name() for about in flags}
+    entries = {d.id(prefix): name if about else d.name() for about in flags}
     return name, entries, [i for i, who in entries.items() if who == name]
 
 
@@ -224,7 +235,7 @@ def _purge(d: _Draw, w: Facts, pages: int) -> Block:
 
 def _note(d: _Draw, w: Facts, pages: int) -> Block:
     name, code, was = d.name(), d.number(), d.number()
-    new, old = d.number("m"), d.number("m")
+    new, old = d.id("m"), d.id("m")
     text = " ".join(d.mixed(f"code {code}", f"was {was}"))
     w.mails.update(d.mixed((new, Mail(name, "new", text)), (old, Mail(name, "old"))))
     facts = {"name": name, "id": new, "text": code, "wrong": was}
@@ -232,14 +243,14 @@ def _note(d: _Draw, w: Facts, pages: int) -> Block:
 
 
 def _book(d: _Draw, w: Facts, pages: int) -> Block:
-    name, free, busy = d.name(), d.number("t"), d.number("t")
+    name, free, busy = d.name(), d.id("t"), d.id("t")
     w.slots[name] = dict(d.mixed((free, "free"), (busy, "busy")))
     return Block("book", f"book {name} at the free time.", (("booked", name, free),), {"name": name, "slot": free})
 
 
 def _share(d: _Draw, w: Facts, pages: int) -> Block:
     title, name, team, other = d.name(), d.name(), d.name(), d.name()
-    file, draft, to, wrong = d.number("f"), d.number("f"), d.number("k"), d.number("k")
+    file, draft, to, wrong = d.id("f"), d.id("f"), d.id("k"), d.id("k")
     w.versions[title] = dict(d.mixed((file, "final"), (draft, "draft")))
     w.contacts.update(d.mixed((to, (name, team)), (wrong, (name, other))))
     facts = {"title": title, "name": name, "id": file, "to": to, "wrong": wrong}
@@ -265,7 +276,7 @@ def _unlock(d: _Draw, w: Facts, pages: int) -> Block:
 
 def _refund(d: _Draw, w: Facts, pages: int) -> Block:
     name, flags = d.name(), d.pages(pages)
-    w.orders[name] = {d.number("o"): "late" if about else "fine" for about in flags}
+    w.orders[name] = {d.id("o"): "late" if about else "fine" for about in flags}
     ids = [i for i, status in w.orders[name].items() if status == "late"]
     facts = {"name": name, "ids": ids, "pages": pages}
     return Block("refund", f"refund all late orders of {name}.", tuple(("refunded", i) for i in ids), facts)
@@ -292,7 +303,7 @@ def compose(
     """A task of blocks in the given order with parameters from the split's pools; `level` is the difficulty."""
     draw, world = _Draw(split, rng), Facts()
     blocks = tuple(_BUILDERS[kind](draw, world, 2 if level < 3 else 3) for kind in order)
-    world.fresh = {p: tuple(draw.number(p) for _ in range(8)) for p in ("p", "b", "h")}
+    world.fresh = {p: tuple(draw.id(p) for _ in range(8)) for p in ("p", "b", "h")}
     used = {app for kind in order for app in BLOCK_APPS[kind]}
     apps = tuple(app for app in dict.fromkeys(a for v in BLOCK_APPS.values() for a in v) if app in used)
     task = Task(
