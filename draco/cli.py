@@ -33,7 +33,7 @@ def main() -> None:
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
-def _main(config: DictConfig) -> Any:
+def _main(config: DictConfig) -> dict[str, Any]:
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode is RunMode.MULTIRUN
     overrides = list(hydra_config.overrides.task)
@@ -41,9 +41,14 @@ def _main(config: DictConfig) -> Any:
         return _job(config, overrides, hydra_config.runtime.output_dir, sweeping)
     except DracoError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
-        if sweeping:
-            raise
+        if sweeping:  # Hydra would end a sweep at an exception, and without the table
+            return {"error": str(error)}
         sys.exit(2 if isinstance(error, ConfigError) else 3)
+    except Exception as error:
+        if not sweeping:
+            raise
+        log.exception("job failed")
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bool) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 import torch
-from hydra.utils import instantiate
+from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from draco import checkpoint
 from draco.archive import step_folders
 from draco.env.base import Environment, Evaluator
-from draco.errors import ConfigError
+from draco.errors import ConfigError, DracoError
 from draco.evaluation.metrics import summarise
 from draco.judge.stage import read_secret
 from draco.loader import EvalLoader, TaskLoader
@@ -37,6 +38,20 @@ from draco.types import Task
 __all__ = ["Parts", "build", "select_tasks", "train"]
 
 log = logging.getLogger("draco")
+
+
+def instantiate(node: Any, **options: Any) -> Any:
+    """Hydra's instantiate, with our own errors as they were raised and any other as a ConfigError.
+
+    Raises:
+        ConfigError: the class cannot be imported or refuses its options.
+    """
+    try:
+        return hydra.utils.instantiate(node, **options)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, DracoError):
+            raise error.__cause__ from None
+        raise ConfigError(" ".join(str(error).split())) from error
 
 
 @dataclass(slots=True)

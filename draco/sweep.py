@@ -1,11 +1,15 @@
-"""A Hydra callback that ends a sweep with a comparison table; one failed job does not end the sweep."""
+"""A Hydra callback that ends a sweep with a comparison table.
+
+A failed job does not end the sweep: the command line returns its error, the table shows it, and the exit status is 1.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
@@ -23,9 +27,7 @@ class Comparison(Callback):
         self._jobs: list[tuple[str, Path, str]] = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        failed = job_return.status is JobStatus.FAILED
-        # The private field holds the exception; reading `return_value` would raise it.
-        error = str(job_return._return_value) if failed else ""
+        error = job_return.return_value.get("error", "")
         overrides = " ".join(job_return.overrides or [])
         self._jobs.append((overrides, Path(config.hydra.runtime.output_dir), error))
 
@@ -34,12 +36,13 @@ class Comparison(Callback):
         for name in ("job", "setting", "base TGC", "TGC", "SGC", "inert", "wall s"):
             table.add_column(name, justify="left" if name in ("job", "setting") else "right")
         for overrides, folder, error in self._jobs:
-            file = folder / "summary.json"
-            if error or not file.is_file():
-                table.add_row(overrides, f"failed: {error.splitlines()[0] if error else 'no summary'}")
+            if error:
+                table.add_row(overrides, f"failed: {error.splitlines()[0]}")
                 continue
-            s = read_json(file)
+            s = read_json(folder / "summary.json")
             cells = [s["base_success"], s["final_success"], s["final_sgc"], s["inert_share"]]
             shown = ["–" if v is None else f"{v:.1%}" for v in cells]
             table.add_row(overrides, s["setting"], *shown, f"{s['wall_s']:.0f}")
         Console().print(table)
+        if any(error for _, _, error in self._jobs):
+            sys.exit(1)

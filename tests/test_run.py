@@ -252,10 +252,10 @@ def test_a_sweep_survives_a_failed_job_and_ends_with_a_table(tmp_path: Path) -> 
         "-m", "rubric=random,outcome", "credit=uniform", "steps=1", "tasks_per_step=2,999", "group_size=2",
         "eval.tasks=3", f"hydra.sweep.dir={tmp_path / 'sweep'}", code=1,
     )  # fmt: skip
-    table = printed[printed.index("sweep") :]
+    table = printed[printed.index("\nsweep") :]
     assert "random+uniform" in table
     assert "outcome+uniform" in table
-    assert table.count("failed") == 2
+    assert table.count("failed:") == 2
     summaries = list((tmp_path / "sweep").glob("*/summary.json"))
     assert len(summaries) == 2
     assert not (ROOT / "multirun").exists()

@@ -1,0 +1,108 @@
+"""The scripts that users call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ablation
+import evaluate
+import pytest
+from test_run import QUICK, train
+
+from draco.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "r"
+    train(*QUICK, "rubric=random", "credit=uniform", "eval.tasks=3", "steps=1", f"run={folder}")
+    return folder
+
+
+def test_evaluate_gives_every_metric(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.main([f"run={run}", "split=dev,test_challenge", "n=2", "tasks=3"])
+    printed = capsys.readouterr().out
+    assert "pass^2" in printed
+    assert "pass@2" in printed
+    result = json.loads((run / "evaluations" / "dev-step=000001-n2.json").read_text())
+    assert (result["tasks"], result["n"], len(result["records"])) == (3, 2, 6)
+    assert {"tgc_pass_hat", "tgc_pass_at", "sgc_pass_hat", "turns", "terminations"} <= result.keys()
+    assert (run / "evaluations" / "test_challenge-step=000001-n2.json").is_file()
+
+
+def test_evaluating_the_base_is_the_evaluation_before_training(run: Path) -> None:
+    evaluate.main([f"run={run}", "checkpoint=base", "tasks=3"])
+    result = json.loads((run / "evaluations" / "test_normal-base-n1.json").read_text())
+    assert result["records"] == json.loads((run / "evaluation_before.json").read_text())["records"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run=FOLDER is missing"),
+        (["run=/nowhere"], "no run there"),
+        (["run=x", "sampels=3"], "unknown option sampels; expected checkpoint"),
+    ],
+)
+def test_evaluate_names_bad_input(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate.main(arguments)
+
+
+def test_evaluate_lists_the_checkpoints_that_exist(run: Path) -> None:
+    with pytest.raises(ConfigError, match="kept steps: 1"):
+        evaluate.main([f"run={run}", "checkpoint=7"])
+
+
+def test_a_bad_option_is_one_line_in_the_shell() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "evaluate.py"), "run=/nowhere"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: run=/nowhere: no run there (config.yaml not found)\n"
+
+
+def test_ablation_keeps_finished_cells_and_prints_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rubric, credit in ablation.SETTINGS:
+        for seed, success in ((0, 0.5), (1, 0.7)):
+            folder = tmp_path / f"{rubric}-{credit}-s{seed}"
+            folder.mkdir()
+            summary = {
+                "final_success": success, "final_sgc": 0.25, "final_tgc_pass_hat": [success, 0.4, 0.3],
+                "final_sgc_pass_hat": [0.25, 0.2, 0.1], "inert_share": None if rubric == "random" else 0.2,
+                "rubric_pass_rate": None, "base_success": 0.4, "base_sgc": 0.1,
+            }  # fmt: skip
+            (folder / "summary.json").write_text(json.dumps(summary))
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a finished cell was run again"))
+    assert ablation.main([f"out={tmp_path}", "seeds=0,1"]) == 0
+    capsys.readouterr()
+    table = (tmp_path / "ablation.md").read_text()
+    assert "| dynamic+step | 60.0 ± 14.1 | 25.0 ± 0.0 | 30.0 ± 0.0 | 10.0 ± 0.0 | 20.0 ± 0.0 | – |" in table
+    assert "| random+uniform | 60.0 ± 14.1 | 25.0 ± 0.0 | 30.0 ± 0.0 | 10.0 ± 0.0 | – | – |" in table
+    assert "| base | 40.0 ± 0.0 | 10.0 ± 0.0 |" in table
+
+
+def test_a_failed_cell_is_reported_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+
+    def fail(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 3, "", "error: judge gone")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert ablation.main([f"out={tmp_path}", "seeds=0", "steps=1"]) == 1
+    assert len(calls) == len(ablation.SETTINGS)
+    assert all("steps=1" in c for c in calls)
+    assert "judge gone" in capsys.readouterr().out
