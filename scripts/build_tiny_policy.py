@@ -16,9 +16,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -54,6 +53,8 @@ RATES = {
 }
 #: sub-goals about a list that the whole office shares
 ONCE = frozenset({"approve", "clean", "purge"})
+#: a two-digit number is one token: copying digits one by one takes a second look-up, which is learned far slower
+NUMERALS = tuple(str(n) for n in range(10, 100))
 #: the fixed parts of prompts and observations, between bars since spaces at their ends count
 SENTENCES = """. |task: |pay |pay the bill |approve all requests by |delete all mails from |delete all files of \
 |note the code in the new mail from |book | at the free time.|share the final file | with |open the file \
@@ -71,10 +72,10 @@ class Options:
 
     out: str = "draco/policies/tiny"
     seed: int = 0
-    warm: int = 400  #: updates on single sub-goals, where copying is learned
-    clean: int = 500  #: updates on whole clean tasks
-    faulty: int = 200  #: updates on tasks with faults
-    batch: int = 48  #: episodes an update
+    drill: int = 200  #: updates on repeated names and numbers, where copying is learned
+    clean: int = 500  #: updates on clean tasks
+    faulty: int = 150  #: updates on tasks with faults
+    batch: int = 32  #: episodes an update
     lr: float = 3e-3  #: peak
     threads: int = 1
     start: str = ""  #: a policy built with faulty=0, to go on from
@@ -132,7 +133,7 @@ def phrases() -> list[str]:
         for last, param, quote in zip(quotes, params[1:], quotes[1:], strict=False):
             frames += [f"{last}, {param}={quote}", f'{last}, "{param}": {quote}']
     texts = [word for text in (SENTENCES, OBSERVED, ERRORS) for word in text.split("|")]
-    return list(dict.fromkeys([*SYLLABLES, *frames, f". {RULES}", *(f" {app}" for app in APPS), *texts]))
+    return list(dict.fromkeys([*SYLLABLES, *NUMERALS, *frames, f". {RULES}", *(f" {app}" for app in APPS), *texts]))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -159,22 +160,50 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def network(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained policy."""
-    return LlamaForCausalLM(  # type: ignore[no-untyped-call]
-        LlamaConfig(
-            vocab_size=len(tok),
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=5,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tok.eos_token_id,
-            pad_token_id=tok.pad_token_id,
-        )
+    config = LlamaConfig(
+        vocab_size=len(tok),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        # 1/sqrt(width): the usual 0.02 leaves attention flat here for hundreds of updates.
+        initializer_range=0.088,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tok.eos_token_id,
+        pad_token_id=tok.pad_token_id,
     )
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    look_back(model)
+    return model
+
+
+@torch.no_grad()
+def look_back(model: LlamaForCausalLM, sharpness: float = 6.0, frequencies: int = 4) -> None:
+    """Start the heads of the first layer on the tokens 1, 2, 3 and 4 places back.
+
+    Copying needs a head that knows what stood before; finding one by gradient takes most of the training otherwise.
+    One feature of every embedding is constant, queries and keys read it alone, and a query is turned by h places:
+    with rotary positions q_i·k_j = Σ_f a² cos(θ_f (i − j − h)), largest at j = i − h.
+    """
+    config, attention = model.config, model.model.layers[0].self_attn
+    embeddings, size = model.model.embed_tokens.weight, attention.head_dim
+    embeddings[:, 0] = 0.5
+    constant = (embeddings[:, 0] / embeddings.pow(2).mean(-1).sqrt()).mean()  # after the norm
+    angles = 10_000.0 ** (-2 * torch.arange(frequencies) / size)
+    amplitude = math.sqrt(sharpness * math.sqrt(size)) / constant
+    queries, keys = attention.q_proj.weight, attention.k_proj.weight
+    queries.zero_()
+    keys.zero_()
+    for start in range(0, keys.shape[0], size):
+        keys[start : start + frequencies, 0] = amplitude
+    for head in range(config.num_attention_heads):
+        start, middle = head * size, head * size + size // 2
+        queries[start : start + frequencies, 0] = amplitude * torch.cos((head + 1) * angles)
+        queries[middle : middle + frequencies, 0] = -amplitude * torch.sin((head + 1) * angles)
 
 
 class Teacher:
@@ -183,23 +212,26 @@ class Teacher:
     def __init__(self, tok: PreTrainedTokenizerFast, seed: str) -> None:
         self._tok, self.rng = tok, Random(seed)
         self._families = SPLITS["train"].families
+        self._words = [tok.get_vocab()[word] for word in (*SYLLABLES, *NUMERALS)]
 
-    def episode(self, rates: dict[str, float], *, single: bool = False) -> tuple[list[int], list[bool]]:
-        """One episode of a random family: half the time as its tasks are, else of 1 to 4 of its sub-goals at random.
-
-        `single`: of one sub-goal.
-        """
+    def episode(self, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
+        """One episode of a random family: half the time as its tasks are, else of 1 to 4 of its sub-goals at random."""
         rng = self.rng
         family, level = rng.choice(self._families), rng.randint(1, 3)
         order = list(family.blocks[level - 1])
         rng.shuffle(order)
-        if single:
-            order = order[:1]
-        elif rng.random() < 0.5:
+        if rng.random() < 0.5:
             # Lists occur once a task.
             drawn = rng.choices(order, k=rng.randint(1, 4))
             order = [kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i]]
         return self._demonstrate(compose("fresh", "train", "fresh", family, tuple(order), level, rng), rates)
+
+    def drill(self, width: int = 64) -> tuple[list[int], list[bool]]:
+        """A short random string of names and numbers, again and again: all but its first round can be copied."""
+        words = self.rng.sample(self._words, self.rng.randint(3, 14))
+        before = self.rng.choices(self._words, k=self.rng.randint(0, 8))
+        ids = [*before, *words * (width // len(words) + 1)][:width]
+        return ids, [i > len(before) + len(words) for i in range(width)]
 
     def _demonstrate(self, gold: Plan, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
         episode, agent = DeskEpisode(gold), Agent(gold, rates, self.rng)
@@ -236,7 +268,7 @@ def glue_ids(tok: PreTrainedTokenizerFast, observations: Sequence[str]) -> list[
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def batches(teacher: Teacher, count: int, size: int, rates: dict[str, float], *, single: bool) -> Iterator[Batch]:
+def batches(draw: Callable[[], tuple[list[int], list[bool]]], rng: Random, count: int, size: int) -> Iterator[Batch]:
     """`count` batches of ids [B, T], padded right, and targets [B, T] (−100 where nothing is learned).
 
     Four batches are drawn at a time and sorted by length, so that little is padding.
@@ -244,10 +276,8 @@ def batches(teacher: Teacher, count: int, size: int, rates: dict[str, float], *,
     ready: list[list[tuple[list[int], list[bool]]]] = []
     for _ in range(count):
         if not ready:
-            drawn = sorted(
-                (teacher.episode(rates, single=single) for _ in range(4 * size)), key=lambda row: len(row[0])
-            )
-            ready = teacher.rng.sample([drawn[i : i + size] for i in range(0, len(drawn), size)], 4)
+            drawn = sorted((draw() for _ in range(4 * size)), key=lambda row: len(row[0]))
+            ready = rng.sample([drawn[i : i + size] for i in range(0, len(drawn), size)], 4)
         rows = ready.pop()
         width = max(len(ids) for ids, _ in rows)
         ids, targets = torch.zeros(size, width, dtype=torch.long), torch.full((size, width), -100)
@@ -257,13 +287,16 @@ def batches(teacher: Teacher, count: int, size: int, rates: dict[str, float], *,
         yield ids, targets
 
 
-def clone(model: LlamaForCausalLM, data: Iterable[Batch], total: int, lr: float, name: str) -> None:
-    """Fit the model to `total` batches, by the loss on the policy's own tokens."""
+def clone(model: Any, data: Iterable[Batch], total: int, lr: float, name: str, decay: bool = True) -> None:
+    """Fit the model to `total` batches, by the loss on the tokens that are the policy's own."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
-    # Warm-up, then a cosine down to 2%.
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / 30, 0.02 + 0.98 * (1 + math.cos(math.pi * i / total)) / 2)
-    )
+
+    def rate(update: int) -> float:
+        """Warm-up, then a cosine down to 2%."""
+        cosine = 0.02 + 0.98 * (1 + math.cos(math.pi * update / total)) / 2
+        return min((update + 1) / 30, cosine if decay else 1.0)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
     start = time.perf_counter()
     for update, (ids, targets) in enumerate(data):
@@ -372,13 +405,14 @@ def main(words: Sequence[str]) -> None:
     print(f"{model.num_parameters():,} parameters, {len(tok)} tokens")
     if not opt.start:
         teacher = Teacher(tok, f"clean {opt.seed}")
-        single = batches(teacher, opt.warm, opt.batch, {}, single=True)
-        whole = batches(teacher, opt.clean, opt.batch, {}, single=False)
-        clone(model, chain(single, whole), opt.warm + opt.clean, opt.lr, "clean")
+        clone(model, batches(teacher.drill, teacher.rng, opt.drill, opt.batch), opt.drill, opt.lr, "drill", decay=False)
+        clean = batches(lambda: teacher.episode({}), teacher.rng, opt.clean, opt.batch)
+        clone(model, clean, opt.clean, opt.lr, "clean")
         print(json.dumps(measure(model, tok, opt.split), indent=1))
     if opt.faulty:
-        teacher = Teacher(tok, f"faulty {opt.seed}")
-        clone(model, batches(teacher, opt.faulty, opt.batch, RATES, single=False), opt.faulty, opt.lr / 4, "faulty")
+        erring = Teacher(tok, f"faulty {opt.seed}")
+        faulty = batches(lambda: erring.episode(RATES), erring.rng, opt.faulty, opt.batch)
+        clone(model, faulty, opt.faulty, opt.lr / 4, "faulty")
     out = Path(opt.out)
     tok.save_pretrained(out)
     model.save_pretrained(out)
