@@ -178,6 +178,7 @@ class Rollout:
 
     def _no_action(self, text: str) -> tuple[tuple[str, ...], Termination | None]:
         """A closing turn after completion ends well; otherwise one reminder, then the end."""
+        self.episode.idle()
         malformed = not text.strip() or self.episode.format.attempted(text)
         if self._completed and not malformed:
             return (), self._closing()

@@ -1,12 +1,13 @@
 """Build the `tiny` policy: tokenizer, chat template, and a small Llama cloned from the scripted agent of `desk`.
 
     python scripts/build_tiny_policy.py                    # rewrites draco/policies/tiny in some minutes on one core
-    python scripts/build_tiny_policy.py out=/tmp/tiny clean=200 faulty=100
+    python scripts/build_tiny_policy.py out=/tmp/tiny clean=200 broad=100 faulty=100
     python scripts/build_tiny_policy.py measure=draco/policies/tiny split=test_challenge
 
-Clean demonstrations come first, until names and numbers are copied reliably; faulty ones follow, with one fixed rate a
-fault. Every mistake is a choice at one token that later training can unlearn, not an inability.
-Deterministic on one machine at one thread; the demonstrations are drawn from the train pools with fresh seeds.
+A drill teaches copying; clean demonstrations of the families follow, then clean ones of any mix of sub-goals, then
+faulty ones with one fixed rate a fault. Every mistake is a choice at one token that later training can unlearn, not an
+inability. Like any language model the clone has seen all words before: demonstrations draw names and numbers from all
+pools, with fresh seeds. They never are the tasks of a split. Deterministic on one machine at one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from draco.env.desk.agent import Agent
 from draco.env.desk.apps import APIS, APPS, NUMBERS
 from draco.env.desk.environment import RULES, DeskEpisode
 from draco.env.desk.evaluator import FAULTS, DeskEvaluator
-from draco.env.desk.scenarios import SPLITS, SYLLABLES, Plan, compose, plan, task_ids
+from draco.env.desk.scenarios import EVERY, SPLITS, Family, Plan, compose, plan, pools, task_ids
 
 END = "<|end|>"
 #: single-token turn marks; a message is rendered on its own, so a longer conversation only appends
@@ -53,10 +54,12 @@ RATES = {
 }
 #: sub-goals about a list that the whole office shares
 ONCE = frozenset({"approve", "clean", "purge"})
-#: a two-digit number is one token: copying digits one by one takes a second look-up, which is learned far slower
-NUMERALS = tuple(str(n) for n in range(10, 100))
+CODE_KINDS = ("pay", "bill", "approve", "clean", "note", "book", "share", "purge", "vault")
+ANY = Family("any", (CODE_KINDS, CODE_KINDS, CODE_KINDS))
+#: a name or a two-digit number is one token: copying it piece by piece takes a second look-up, learned far slower
+WORDS = (*pools(EVERY)[0], *(str(n) for n in range(10, 100)))
 #: the fixed parts of prompts and observations, between bars since spaces at their ends count
-SENTENCES = """. |task: |pay |pay the bill |approve all requests by |delete all mails from |delete all files of \
+SENTENCES = """. |: |task: |pay |pay the bill |approve all requests by |delete all mails from |delete all files of \
 |note the code in the new mail from |book | at the free time.|share the final file | with |open the file \
 | with its key and mail | opened.|unlock the account | unlocked.|refund all late orders of |apps:"""
 OBSERVED = """ of | by | from |; |; next page |; end|held |paid|cancelled|approved|sent|deleted|added|booked|shared\
@@ -72,15 +75,16 @@ class Options:
 
     out: str = "draco/policies/tiny"
     seed: int = 0
-    drill: int = 200  #: updates on repeated names and numbers, where copying is learned
-    clean: int = 500  #: updates on clean tasks
+    drill: int = 220  #: updates on repeated names and numbers, where copying is learned
+    clean: int = 400  #: updates on clean tasks of the families
+    broad: int = 250  #: updates on clean tasks of any mix of sub-goals
     faulty: int = 150  #: updates on tasks with faults
     batch: int = 32  #: episodes an update
     lr: float = 3e-3  #: peak
     threads: int = 1
-    start: str = ""  #: a policy built with faulty=0, to go on from
+    start: str = ""  #: a policy built with broad=0 faulty=0, to go on from: the same result in less time
     measure: str = ""  #: a built policy to measure instead of building one
-    split: str = "test_normal"
+    split: str = "dev"
 
 
 def options(words: Iterable[str]) -> Options:
@@ -133,7 +137,7 @@ def phrases() -> list[str]:
         for last, param, quote in zip(quotes, params[1:], quotes[1:], strict=False):
             frames += [f"{last}, {param}={quote}", f'{last}, "{param}": {quote}']
     texts = [word for text in (SENTENCES, OBSERVED, ERRORS) for word in text.split("|")]
-    return list(dict.fromkeys([*SYLLABLES, *NUMERALS, *frames, f". {RULES}", *(f" {app}" for app in APPS), *texts]))
+    return list(dict.fromkeys([*WORDS, *frames, f". {RULES}", *(f" {app}" for app in APPS), *texts]))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -164,7 +168,7 @@ def network(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         vocab_size=len(tok),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=5,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -212,7 +216,7 @@ class Teacher:
     def __init__(self, tok: PreTrainedTokenizerFast, seed: str) -> None:
         self._tok, self.rng = tok, Random(seed)
         self._families = SPLITS["train"].families
-        self._words = [tok.get_vocab()[word] for word in (*SYLLABLES, *NUMERALS)]
+        self._words = [tok.get_vocab()[word] for word in WORDS]
 
     def episode(self, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
         """One episode of a random family: half the time as its tasks are, else of 1 to 4 of its sub-goals at random."""
@@ -224,7 +228,16 @@ class Teacher:
             # Lists occur once a task.
             drawn = rng.choices(order, k=rng.randint(1, 4))
             order = [kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i]]
-        return self._demonstrate(compose("fresh", "train", "fresh", family, tuple(order), level, rng), rates)
+        return self._demonstrate(compose("fresh", EVERY, "fresh", family, tuple(order), level, rng), rates)
+
+    def mixed(self, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
+        """One episode of 1 to 4 sub-goals of any kind that goes with code, or half the time of a family."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return self.episode(rates)
+        drawn = rng.choices(CODE_KINDS, k=rng.randint(1, 4))
+        order = tuple(kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i])
+        return self._demonstrate(compose("fresh", EVERY, "fresh", ANY, order, rng.randint(1, 3), rng), rates)
 
     def drill(self, width: int = 64) -> tuple[list[int], list[bool]]:
         """A short random string of names and numbers, again and again: all but its first round can be copied."""
@@ -408,10 +421,13 @@ def main(words: Sequence[str]) -> None:
         clone(model, batches(teacher.drill, teacher.rng, opt.drill, opt.batch), opt.drill, opt.lr, "drill", decay=False)
         clean = batches(lambda: teacher.episode({}), teacher.rng, opt.clean, opt.batch)
         clone(model, clean, opt.clean, opt.lr, "clean")
+    if opt.broad:
+        broad = Teacher(tok, f"broad {opt.seed}")
+        clone(model, batches(lambda: broad.mixed({}), broad.rng, opt.broad, opt.batch), opt.broad, opt.lr / 2, "broad")
         print(json.dumps(measure(model, tok, opt.split), indent=1))
     if opt.faulty:
         erring = Teacher(tok, f"faulty {opt.seed}")
-        faulty = batches(lambda: erring.episode(RATES), erring.rng, opt.faulty, opt.batch)
+        faulty = batches(lambda: erring.mixed(RATES), erring.rng, opt.faulty, opt.batch)
         clone(model, faulty, opt.faulty, opt.lr / 4, "faulty")
     out = Path(opt.out)
     tok.save_pretrained(out)

@@ -129,7 +129,7 @@ def test_splits_share_no_parameter() -> None:
         return {w for w in words if w in pools(split)[0] or (w.isdigit() and len(w) > 1)}
 
     train = parameters("train")
-    assert len(train) > 200
+    assert len(train) > 100
     for split in ("test_normal", "test_challenge"):
         assert not train & parameters(split)
 
@@ -284,7 +284,7 @@ def test_a_cancelled_mistake_does_no_harm() -> None:
 def test_giving_up_and_never_finishing_are_told_apart() -> None:
     task_id, _ = find("pay")
     episode, _ = run(task_id, status="fail")
-    assert episode.step([]).failed
+    assert episode.step(["apis.mail.list(page=1)"]).failed
     assert EVALUATOR.evaluate(plan(task_id).task, episode.end_state()).faults == ("gave_up",)
     idle = DeskEpisode(plan(task_id))
     assert EVALUATOR.evaluate(plan(task_id).task, idle.end_state()).faults == ("unfinished",)
@@ -321,7 +321,7 @@ def test_steps_are_counted_by_turn_or_by_call() -> None:
 def test_a_turn_without_actions_counts_as_a_step() -> None:
     task_id, _ = find("pay")
     episode = DeskEpisode(plan(task_id))
-    assert episode.step([]).observations == ()
+    episode.idle()
     episode.step(['apis.desk.complete(status="done")'])
     outcome = EVALUATOR.evaluate(plan(task_id).task, episode.end_state())
     assert outcome.causal_steps == (2,)

@@ -95,11 +95,11 @@ FILES = ('files.find(name="kiru")', "f31 draft; f47 final")
 @pytest.mark.parametrize(
     ("request_", "turns", "expected"),
     [
-        # skips_pages: the step after the last page fetched
+        # skips_pages: the step that goes on to something else
         (
             "approve all requests by kamo.",
             [PAGES, ('pay.approve(id="r12")', "approved"), DONE],
-            {"Reads all pages of payment requests": (2,)},
+            {"Reads all pages of payment requests": (3,)},
         ),
         # restates_secret: that call
         (

@@ -92,14 +92,15 @@ def test_actions_and_episodes_are_short() -> None:
             assert len(tokenizer().encode(turn)) <= 10 * len(actions)
             total += len(tokenizer().encode(turn)) + len(tokenizer().encode("\n".join(observed))) + 4
         lengths.append(total)
-    assert 150 <= sum(lengths) / len(lengths) <= 260
+    assert 120 <= sum(lengths) / len(lengths) <= 260
 
 
-def test_names_are_two_tokens_everywhere() -> None:
+def test_names_and_numbers_are_one_token_everywhere() -> None:
     for split in ("train", "dev", "test_normal", "test_challenge"):
         for name in pools(split)[0]:
-            assert len(tokenizer().encode(name)) == 2
-            assert len(tokenizer().encode(f'<code>apis.contacts.find(name="{name}")</code>')) == 4
+            assert len(tokenizer().encode(name)) == 1
+            assert len(tokenizer().encode(f'<code>apis.contacts.find(name="{name}")</code>')) == 3
+    assert all(len(tokenizer().encode(str(number))) == 1 for number in range(10, 100))
 
 
 @pytest.mark.parametrize("task_id", ["test_normal_000_1", "test_normal_008_1"])

@@ -104,6 +104,9 @@ class Episode(ABC):
         The agent's own mistakes come back as observations. Raise `EnvironmentFault` for faults that are not its own.
         """
 
+    def idle(self) -> None:  # noqa: B027 - optional
+        """The agent took a turn without an action. For environments that number turns."""
+
     @abstractmethod
     def end_state(self) -> str:
         """An opaque reference to the state reached, for the evaluator; JSON-able text, stored in the archive."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from random import Random
 
+from draco.env.base import TOOL_CALL
 from draco.env.desk.apps import APIS, COMPLETE
-from draco.env.desk.evaluator import LISTS
+from draco.env.desk.evaluator import HANDLERS, LISTS
 from draco.env.desk.parse import Call, write
 from draco.env.desk.scenarios import Block, Plan
 
@@ -33,7 +34,7 @@ class Agent:
     def __init__(self, gold: Plan, rates: Mapping[str, float] | None = None, rng: Random | None = None) -> None:
         self._gold, self._rates, self._rng = gold, rates or {}, rng or Random(0)
         self._script = self._play()
-        self._turns = 0
+        self._turns, self._thought = 0, ""
         self.done = False
         self.made: list[tuple[str, int]] = []  #: faults so far with their causal turn, 1-based
 
@@ -42,7 +43,12 @@ class Agent:
         calls = self._script.send(observations) if self._turns else next(self._script)
         self._turns += 1
         self.done = calls[-1].api == COMPLETE
-        return "".join(write(one, self._gold.style) for one in calls)
+        thought, self._thought = self._thought, ""
+        return thought + "".join(write(one, self._gold.style) for one in calls)
+
+    def _think(self, of: str) -> None:
+        """Say whose entry the next call is about: a word of reasoning before an id is picked from a list."""
+        self._thought = f"{of}: "
 
     def _errs(self, fault: str) -> bool:
         """Decide on a fault whose causal step is the turn about to be made."""
@@ -58,10 +64,12 @@ class Agent:
             yield from _SCRIPTS[block.kind](self, block)
         yield [call(COMPLETE, "done")]
 
-    def _confirmed(self, first: Call, confirm: str) -> Script:
+    def _confirmed(self, first: Call, confirm: str, of: str = "") -> Script:
         """A held thing and its confirmation, perhaps forgotten, perhaps twice."""
         again = True
         while again:
+            if of:
+                self._think(of)
             observed = yield [first]
             if self._errs("forgets_confirmation"):
                 return
@@ -72,7 +80,7 @@ class Agent:
         facts = block.facts
         yield [call("contacts.find", facts["name"])]
         to = facts["wrong" if self._errs("wrong_recipient") else "to"]
-        yield from self._confirmed(call("pay.send", to, facts["amount"]), "pay.confirm")
+        yield from self._confirmed(call("pay.send", to, facts["amount"]), "pay.confirm", facts["team"])
 
     def _bill(self, block: Block) -> Script:
         facts = block.facts
@@ -80,22 +88,23 @@ class Agent:
         amount = facts["wrong" if self._errs("wrong_amount") else "amount"]
         yield from self._confirmed(call("pay.send", facts["to"], amount), "pay.confirm")
 
-    def _pages(self, block: Block) -> Generator[list[Call], list[str], list[str]]:
-        """Read the list of the block; the ids on the pages read that are to be handled."""
-        facts, seen = block.facts, ""
+    def _listed(self, block: Block) -> Script:
+        """Page by page: read it, then handle its entry."""
+        facts = block.facts
         for page in range(1, facts["pages"] + 1):
             if page > 1 and self._errs("skips_pages"):
-                break
+                return
             name = (facts["name"],) if "name" in facts else ()
-            seen += (yield [call(LISTS[block.kind], *name, page)])[0] + "; "
-        return [item for item in facts["ids"] if f"{item} " in seen]
-
-    def _items(self, block: Block) -> Script:
-        api = {"approve": "pay.approve", "clean": "mail.delete", "purge": "files.delete"}[block.kind]
-        for item in (yield from self._pages(block)):
-            yield [call(api, item)]
+            seen = (yield [call(LISTS[block.kind], *name, page)])[0]
+            (item,) = (i for i in facts["ids"] if f"{i} " in seen)
+            if block.kind == "refund":
+                yield from self._confirmed(call("orders.refund", item), "orders.confirm")
+                continue
+            self._think(facts["who"])
+            yield [call(HANDLERS[block.kind][0], item)]
             if block.kind == "approve" and self._errs("duplicates"):
-                yield [call(api, item)]
+                self._think(facts["who"])
+                yield [call("pay.approve", item)]
 
     def _note(self, block: Block) -> Script:
         facts = block.facts
@@ -116,25 +125,25 @@ class Agent:
         yield [call("files.find", facts["title"])]
         yield [call("contacts.find", facts["name"])]
         to = facts["wrong" if self._errs("wrong_recipient") else "to"]
+        self._think(facts["team"])
         yield [call("files.share", facts["id"], to)]
         if self._errs("duplicates"):
+            self._think(facts["team"])
             yield [call("files.share", facts["id"], to)]
 
     def _key(self, block: Block) -> Script:
         facts = block.facts
         yield [call("vault.get", facts["name"])]
-        yield [call(facts["api"], facts["name"], facts["key"])]
+        opens = call(facts["api"], facts["name"], facts["key"])
+        # Function calls that do not wait for each other share a turn.
+        together = self._gold.style is TOOL_CALL
+        if not together:
+            yield [opens]
         text = f"key {facts['key']}" if self._errs("restates_secret") else facts["verb"]
-        yield [call("mail.send", facts["to"], text)]
+        mails = call("mail.send", facts["to"], text)
+        yield [opens, mails] if together else [mails]
         if self._errs("duplicates"):
-            yield [call("mail.send", facts["to"], text)]
-
-    def _refund(self, block: Block) -> Script:
-        ids = yield from self._pages(block)
-        observed = yield [call("orders.refund", item) for item in ids]
-        if self._errs("forgets_confirmation"):
-            return
-        yield [call("orders.confirm", _held(one)) for one in observed]
+            yield [mails]
 
 
 def _held(observation: str) -> str:
@@ -144,13 +153,13 @@ def _held(observation: str) -> str:
 _SCRIPTS: Mapping[str, Callable[[Agent, Block], Script]] = {
     "pay": Agent._pay,
     "bill": Agent._bill,
-    "approve": Agent._items,
-    "clean": Agent._items,
-    "purge": Agent._items,
+    "approve": Agent._listed,
+    "clean": Agent._listed,
+    "purge": Agent._listed,
     "note": Agent._note,
     "book": Agent._book,
     "share": Agent._share,
     "vault": Agent._key,
     "unlock": Agent._key,
-    "refund": Agent._refund,
+    "refund": Agent._listed,
 }

@@ -53,10 +53,8 @@ class DeskEpisode(Episode):
         self._calls: list[dict[str, Any]] = []
 
     def step(self, actions: Sequence[str]) -> Reply:
-        """Run the actions of one turn. A turn without actions counts as a turn, so that turn numbers stay true."""
+        """Run the actions of one turn."""
         self._turn += 1
-        if not actions:
-            self._calls.append({"turn": self._turn, "position": 0, "api": "", "args": {}, "observation": ""})
         observations = []
         for position, body in enumerate(actions, start=1):
             observations.append(self._run(body, position))
@@ -66,6 +64,11 @@ class DeskEpisode(Episode):
             completed=bool(self._world.status),
             failed=self._world.status == "fail",
         )
+
+    def idle(self) -> None:
+        """Counts as a turn, so that turn numbers stay true."""
+        self._turn += 1
+        self._calls.append({"turn": self._turn, "position": 0, "api": "", "args": {}, "observation": ""})
 
     def _run(self, body: str, position: int) -> str:
         api, args = "", {}

@@ -50,6 +50,13 @@ LISTS: Mapping[str, str] = {
     "purge": "files.list",
     "refund": "orders.list",
 }
+#: block kind → the calls that handle an entry of its list
+HANDLERS: Mapping[str, tuple[str, ...]] = {
+    "approve": ("pay.approve",),
+    "clean": ("mail.delete",),
+    "purge": ("files.delete",),
+    "refund": ("orders.refund", "orders.confirm"),
+}
 
 
 class DeskEvaluator(Evaluator):
@@ -168,7 +175,7 @@ class _Case:
         pages = self._fetched(listing, lack.block) if listing else {}
         item = lack.effect[-1]
         if pages and self._page_of(lack.block, item) not in pages:
-            after = self._turn_after(max(pages.values()))
+            after = self._moved_on(max(pages.values()), HANDLERS[lack.block.kind])
             if after > max(pages.values()):
                 self.faults["skips_pages"].add(after)
         elif self.status == "done":
@@ -194,6 +201,11 @@ class _Case:
             "refund": tuple(world.orders.get(block.facts.get("name", ""), {})),
         }
         return listed[block.kind].index(item) // PAGE + 1
+
+    def _moved_on(self, at: int, handlers: tuple[str, ...]) -> int:
+        """First call of a later turn that is about something else than the list, or the last call there is."""
+        later = (i for i in range(at + 1, len(self.calls)) if self.turns[i] > self.turns[at])
+        return next((i for i in later if self.calls[i]["api"] not in handlers), len(self.calls) - 1)
 
     def _turn_after(self, at: int) -> int:
         """First call of the next turn, or the last call there is."""

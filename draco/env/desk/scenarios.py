@@ -100,19 +100,26 @@ class _Split:
 
 
 SPLITS: Mapping[str, _Split] = {
-    "train": _Split(30, _SEEN, 1000, 42),
-    "dev": _Split(20, _SEEN, 300, 16),
-    "test_normal": _Split(56, _SEEN, 450, 16),
-    "test_challenge": _Split(56, _UNSEEN, 450, 16),
+    "train": _Split(30, _SEEN, 64, 42),
+    "dev": _Split(20, _SEEN, 24, 16),
+    "test_normal": _Split(56, _SEEN, 40, 16),
+    "test_challenge": _Split(56, _UNSEEN, 40, 16),
 }
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (*_SEEN, *_UNSEEN)}
 VARIANTS = 3
+EVERY = "every"
 _IDS = tuple(str(n) for n in range(10, 100))
 
 
 @cache
 def pools(split: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names (two different syllables) and two-digit numbers of a split; pools of different splits are disjoint."""
+    """Names (two different syllables) and two-digit numbers of a split; pools of different splits are disjoint.
+
+    The pool `EVERY` is the union of all: the words of this small language, whatever tasks are made of them.
+    """
+    if split == EVERY:
+        parts = [pools(name) for name in SPLITS]
+        return tuple(n for names, _ in parts for n in names), tuple(n for _, numbers in parts for n in numbers)
     names = ["".join(pair) for pair in permutations(SYLLABLES, 2)]
     numbers = [str(n) for n in range(10, 100)]
     rng = Random("desk pools")
@@ -182,18 +189,15 @@ class _Draw:
         return self.rng.sample(items, len(items))
 
     def pages(self, count: int) -> list[bool]:
-        """For every entry of a list of `count` pages: is the task about it? At least one a page."""
-        flags: list[bool] = []
-        for _ in range(count):
-            flags += self.mixed(True, self.rng.random() < 0.3)
-        return flags
+        """For every entry of a list of `count` pages: is the task about it? One of the two on each page is."""
+        return [flag for _ in range(count) for flag in self.mixed(True, False)]
 
 
 def _pay(d: _Draw, w: Facts, pages: int) -> Block:
     name, team, other, amount = d.name(), d.name(), d.name(), d.number()
     to, wrong = d.id("k"), d.id("k")
     w.contacts.update(d.mixed((to, (name, team)), (wrong, (name, other))))
-    facts = {"name": name, "to": to, "wrong": wrong, "amount": int(amount)}
+    facts = {"name": name, "team": team, "to": to, "wrong": wrong, "amount": int(amount)}
     return Block("pay", f"pay {name} of {team} {amount}.", (("paid", to, amount),), facts)
 
 
@@ -215,7 +219,7 @@ def _approve(d: _Draw, w: Facts, pages: int) -> Block:
     name, entries, ids = _listed(d, pages, "r")
     w.requests.update(entries)
     effects = tuple(("approved", i) for i in ids)
-    return Block("approve", f"approve all requests by {name}.", effects, {"ids": ids, "pages": pages})
+    return Block("approve", f"approve all requests by {name}.", effects, {"who": name, "ids": ids, "pages": pages})
 
 
 def _clean(d: _Draw, w: Facts, pages: int) -> Block:
@@ -223,14 +227,14 @@ def _clean(d: _Draw, w: Facts, pages: int) -> Block:
     # Before all other mails, so that the list shows these first and every page is about the task.
     w.mails = {**{i: Mail(who) for i, who in entries.items()}, **w.mails}
     effects = tuple(("deleted mail", i) for i in ids)
-    return Block("clean", f"delete all mails from {name}.", effects, {"ids": ids, "pages": pages})
+    return Block("clean", f"delete all mails from {name}.", effects, {"who": name, "ids": ids, "pages": pages})
 
 
 def _purge(d: _Draw, w: Facts, pages: int) -> Block:
     name, entries, ids = _listed(d, pages, "f")
     w.owned.update(entries)
     effects = tuple(("deleted file", i) for i in ids)
-    return Block("purge", f"delete all files of {name}.", effects, {"ids": ids, "pages": pages})
+    return Block("purge", f"delete all files of {name}.", effects, {"who": name, "ids": ids, "pages": pages})
 
 
 def _note(d: _Draw, w: Facts, pages: int) -> Block:
@@ -253,7 +257,7 @@ def _share(d: _Draw, w: Facts, pages: int) -> Block:
     file, draft, to, wrong = d.id("f"), d.id("f"), d.id("k"), d.id("k")
     w.versions[title] = dict(d.mixed((file, "final"), (draft, "draft")))
     w.contacts.update(d.mixed((to, (name, team)), (wrong, (name, other))))
-    facts = {"title": title, "name": name, "id": file, "to": to, "wrong": wrong}
+    facts = {"title": title, "name": name, "team": team, "id": file, "to": to, "wrong": wrong}
     return Block("share", f"share the final file {title} with {name} of {team}.", (("shared", file, to),), facts)
 
 

@@ -167,7 +167,8 @@ class _Exam:
             step += 1
         return step
 
-    def _pages(self, title: str, what: str, listing: Listing | None) -> None:
+    def _pages(self, title: str, what: str, listing: Listing | None, *handlers: str) -> None:
+        """Pages may be handled one by one, by calls of `handlers`: going on to anything else leaves a list unread."""
         missing = listing is not None and listing.missing
         pages = listing.pages if listing is not None else {}
         self._add(
@@ -175,7 +176,7 @@ class _Exam:
             title,
             f"All pages of the list of {what} are read, up to its end.",
             "Fail if an answer announces a next page that is never fetched. Not applicable if no page is read.",
-            fail=[self.ledger.after(max(pages.values()))] if missing else (),
+            fail=[self.ledger.moved_on(max(pages.values()), *handlers)] if missing else (),
             passed=list(pages.values()),
             evidence=f"page {listing.missing} is never fetched" if listing is not None and missing else "",
             rank=2,
@@ -274,7 +275,7 @@ class _Exam:
 
     def _approve(self, done: list[Effect], name: str) -> None:
         listing = self.ledger.lists.get(("pay.requests", ""))
-        self._pages("Reads all pages of payment requests", "payment requests", listing)
+        self._pages("Reads all pages of payment requests", "payment requests", listing, "pay.approve")
         wanted = {i for i, who in listing.entries.items() if who == name} if listing else set()
         titles = (
             f"Approves all requests by {name}",
@@ -285,7 +286,7 @@ class _Exam:
 
     def _clean(self, done: list[Effect], name: str) -> None:
         listing = self.ledger.lists.get(("mail.list", ""))
-        self._pages("Reads all pages of mails", "mails", listing)
+        self._pages("Reads all pages of mails", "mails", listing, "mail.delete")
         wanted = {i for i, who in listing.entries.items() if who == name} if listing else set()
         wanted |= set(self.ledger.states.get(("mail.search", name), ()))
         titles = (f"Deletes all mails from {name}", f"Deletes only mails from {name}", "")
@@ -293,14 +294,15 @@ class _Exam:
 
     def _purge(self, done: list[Effect], name: str) -> None:
         listing = self.ledger.lists.get(("files.list", ""))
-        self._pages("Reads all pages of files", "files", listing)
+        self._pages("Reads all pages of files", "files", listing, "files.delete")
         wanted = {i for i, who in listing.entries.items() if who == name} if listing else set()
         titles = (f"Deletes all files of {name}", f"Deletes only files of {name}", "")
         self._every(titles, f"files of {name}", done, wanted, listing is not None, once=False)
 
     def _refund(self, done: list[Effect], name: str) -> None:
         listing = self.ledger.lists.get(("orders.list", name))
-        self._pages(f"Reads all pages of orders of {name}", f"orders of {name}", listing)
+        handlers = ("orders.refund", "orders.confirm")
+        self._pages(f"Reads all pages of orders of {name}", f"orders of {name}", listing, *handlers)
         wanted = {i for i, state in listing.entries.items() if state == "late"} if listing else set()
         titles = (
             f"Refunds all late orders of {name}",

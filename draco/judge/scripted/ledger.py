@@ -57,6 +57,7 @@ class Ledger:
         self.errors: list[Call] = []
         self.valid: list[Call] = []
         self.complete: Call | None = None
+        self._calls = reading.calls
         self._held: dict[str, Effect] = {}
         self._context = ("", "")
         for call in reading.calls:
@@ -221,6 +222,10 @@ class Ledger:
     def after(self, step: int) -> int:
         """The step after `step`, or the last one."""
         return min(step + 1, self.steps)
+
+    def moved_on(self, step: int, *names: str) -> int:
+        """The first step after `step` with a call of another name, or the last step."""
+        return next((c.step for c in self._calls if c.step > step and c.name not in names), self.steps)
 
     def live(self, *kinds: str) -> list[Effect]:
         """Changes of these kinds that were not cancelled."""
