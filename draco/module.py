@@ -18,7 +18,7 @@ from draco.env.base import Evaluator
 from draco.errors import ConfigError, TrainingStopped
 from draco.evaluation.records import EvalRecord, evaluate_groups
 from draco.grpo import engine_mismatch, token_loss_sum
-from draco.interrupt import uninterrupted
+from draco.interrupt import hold, release, uninterrupted
 from draco.logprobs import hidden_states, output_head, step_logprobs
 from draco.packing import Row, collate, plan, rows_of
 from draco.policy import Policy
@@ -96,7 +96,9 @@ class GRPOModule(LightningModule):
         self.loss_options, self.update_options = loss or LossOptions(), update or UpdateOptions()
         self.temperature, self.evaluator = temperature, evaluator
         self.batches_done = 0  #: our batch counter: the x axis of every log
-        self._bad_steps = 0
+        self.bad_steps = 0  #: non-finite steps in a row
+        #: weights, optimizer and counters belong to `batches_done`, whose archive and metrics are written
+        self.whole = True
         self.record: StepRecord | None = None
         self.validation_records: list[EvalRecord] = []
         self.policy: Policy
@@ -161,7 +163,7 @@ class GRPOModule(LightningModule):
         self.record.metrics |= credit_metrics(self.record.credits)
         self.record.metrics |= self.rollout.take_metrics() | self.rubric.take_metrics()
         self.record.metrics |= {
-            "update/bad_steps": float(self._bad_steps),
+            "update/bad_steps": float(self.bad_steps),
             "time/update_s": sums["seconds"],
             "time/wait_s": waited,  # rollouts and judging, as far as the update had to wait for them
         }
@@ -223,11 +225,9 @@ class GRPOModule(LightningModule):
         return step_logprobs(hidden, weight, targets, temperature=self.temperature, bias=bias)
 
     def _optimizer_step(self, tokens: float, loss: float) -> float:
-        """Divide, clip, step. Returns the gradient norm before clipping; NaN-safe.
-
-        Raises:
-            TrainingStopped: `update.max_bad_steps` non-finite steps in a row.
-        """
+        """Divide, clip, step. Returns the gradient norm before clipping; NaN-safe."""
+        self.whole = False
+        hold()  # until `on_train_batch_end`: signals never part the weights from their records
         optimizer = self.optimizers()
         parameters = self.trainable()
         norm = 0.0
@@ -240,22 +240,30 @@ class GRPOModule(LightningModule):
                 if _finite(norm) and _finite(loss):
                     optimizer.step()  # type: ignore[union-attr]
                     self.policy.version += 1
-                    self._bad_steps = 0
+                    self.bad_steps = 0
                 else:
-                    self._bad_steps += 1
+                    self.bad_steps += 1
             optimizer.zero_grad()  # type: ignore[union-attr]
             self.batches_done += 1
-        if self._bad_steps >= self.update_options.max_bad_steps:
-            raise TrainingStopped(
-                f"{self._bad_steps} optimizer steps in a row had a non-finite loss or gradient and were skipped; the "
-                "last checkpoint is intact: lower lr, or look at metrics.csv (update/grad_norm, engine/mismatch_*)"
-            )
         return norm
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log with our own counter: Lightning's global_step counts optimizer steps, which a batch may not have."""
+        """Log with our own counter: Lightning's global_step counts optimizer steps, which a batch may not have.
+
+        Every callback has had its turn by now, the archive writer too: the step is complete.
+
+        Raises:
+            TrainingStopped: `update.max_bad_steps` non-finite steps in a row.
+        """
         assert self.record is not None
         self.log_at(self.batches_done, self.record.metrics)
+        self.whole = True
+        if self.bad_steps >= self.update_options.max_bad_steps:
+            raise TrainingStopped(
+                f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient and were skipped; the "
+                "last checkpoint is intact: lower lr, or look at metrics.csv (update/grad_norm, engine/mismatch_*)"
+            )
+        release()
 
     def log_at(self, step: int, metrics: dict[str, float]) -> None:
         """Send metrics to every logger with an explicit x."""
