@@ -133,20 +133,21 @@ class GRPOModule(LightningModule):
         no sum, groups without signal only where `loss.zero_signal` keeps them. With `update.updates_per_batch` the
         batch is cut into shares by group, and each is such a sum, division and step of its own.
         """
-        worker, batch, grad_norm, stepping = self._worker(), Totals(), 0.0, 0.0
+        worker, batch, stepping = self._worker(), Totals(), 0.0
+        norms: list[float] = []
         started = time.perf_counter()
         for share in self._shares(worker, credited):
             part = Totals()
             for rows in share:
                 part.add(worker.accumulate(rows))
             clock = time.perf_counter()
-            norm = self._optimizer_step(part)
-            grad_norm = grad_norm if norm <= grad_norm else norm  # the largest; NaN wins
+            norms.append(self._optimizer_step(part))
             stepping += time.perf_counter() - clock
             batch.add(part)
         self.batches_done += 1
         updating = worker.busy + stepping
         waited = time.perf_counter() - started - updating
+        grad_norm = float(torch.tensor(norms).max())  # a NaN wins
         self._complete_record(batch, grad_norm, {"time/wait_s": waited, "time/update_s": updating})
 
     def _worker(self) -> Worker:
