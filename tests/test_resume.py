@@ -24,8 +24,8 @@ from draco.checkpoint import checkpoints
 
 TESTS = Path(__file__).parent
 OPTIONS = [
-    "steps=3", "tasks_per_step=2", "group_size=2", "policy.rank=4", "policy.dropout=0.1", "limits.max_response_tokens=160",
-    "eval.tasks=2", "eval.every=2", "checkpoint.keep_last=1", "rubric.stage.propose_cache=run",
+    "steps=3", "tasks_per_step=2", "group_size=2", "policy.rank=4", "policy.dropout=0.1", "eval.tasks=2",
+    "eval.every=2", "limits.max_response_tokens=160", "checkpoint.keep_last=1", "rubric.stage.propose_cache=run",
 ]  # fmt: skip
 
 UPDATE = "torch.optim.adamw:AdamW.step"
