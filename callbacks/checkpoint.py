@@ -104,7 +104,7 @@ class Checkpoints(Callback):
 
     def _save(self, trainer: Trainer, module: GRPOModule) -> Path:
         folder = checkpoint.folder_of(self.run, module.batches_done)
-        if folder.is_dir() or self._taken is None:
+        if folder.is_dir() or self._taken is None or not trainer.is_global_zero:
             return folder
         step, state, rng = self._taken
         assert step == module.batches_done

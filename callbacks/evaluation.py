@@ -28,6 +28,8 @@ class Evaluations(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         assert isinstance(pl_module, GRPOModule)
+        if not trainer.is_global_zero:
+            return
         records, step = pl_module.validation_records, pl_module.batches_done
         content = {"step": step, "split": self.split, **summarise(records), "records": [r.as_dict() for r in records]}
         pl_module.log_at(step, evaluation_metrics(content))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import hydra.utils
 import torch
 from hydra.errors import InstantiationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig
 
@@ -155,7 +157,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         Interrupted: a signal did.
     """
     run = Path(config.run)
-    with listening(), locked(run):
+    with listening(), locked(run) if rank_zero_only.rank == 0 else nullcontext():
         return _train(config, run)
 
 

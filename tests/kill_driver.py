@@ -2,9 +2,9 @@
 
     echo '[{"run": FOLDER, "overrides": […], "kills": [POINT, …]}]' | python tests/kill_driver.py
 
-A point is where the child ends itself with SIGKILL:
+A point is where the child ends itself with SIGKILL (file operations are seen as audit events):
 
-    {"file": REGEX, "event": "os.rename", "nth": 1}      before the n-th file operation on a matching path (audit events)
+    {"file": REGEX, "event": "os.rename", "nth": 1}      before the n-th file operation on a matching path
     {"call": "MODULE:CLASS.METHOD", "nth": 1, "after": false}
     {"delay": SECONDS}                                   whatever it is doing then
 

@@ -30,6 +30,7 @@ from draco import archive as draco_archive
 from draco.archive import read_table, step_folders
 from draco.checkpoint import checkpoints
 from draco.cli import _job
+from draco.durable import publish
 from draco.env.base import Evaluator, Outcome
 from draco.errors import ConfigError, TrainingStopped
 from draco.interrupt import Interrupted
@@ -198,8 +199,8 @@ def test_a_raised_number_of_steps_goes_on_to_the_same_adapter(tmp_path: Path) ->
     assert closing[:2] == ["", ""]
     assert closing[2] != ""
     assert train(f"resume={parts}")["steps"] == 3  # remembered: this is a finished run of three
+    (parts / "summary.json").unlink()
     with pytest.raises(ConfigError, match="already made 3 steps; use steps=3 or more, not 2"):
-        (parts / "summary.json").unlink()
         train(f"resume={parts}", "steps=2")
 
 
@@ -228,6 +229,16 @@ def test_a_guard_stops_the_run_with_its_state_and_says_how_to_go_on(tmp_path: Pa
     assert len(rows_of(run / "metrics.csv")) == len(step_folders(run)) == 2  # the step that went wrong can be read
 
 
+INTERRUPTED = (*SMALL, "steps=2", "eval.every=1", "limits.max_response_tokens=160")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    train(*INTERRUPTED, f"run={run}")
+    return run
+
+
 HOOKS = {
     "optimizer step": (torch.optim.AdamW, "step"),
     "judge": (JudgeClient, "call"),
@@ -237,8 +248,10 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("where", HOOKS)
-def test_sigterm_anywhere_saves_a_whole_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+def test_sigterm_anywhere_saves_a_whole_step(
+    uninterrupted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    run, whole = tmp_path / "run", uninterrupted_run
     owner, name = HOOKS[where]
     inner = getattr(owner, name)
     calls: list[int] = []
@@ -250,17 +263,15 @@ def test_sigterm_anywhere_saves_a_whole_step(tmp_path: Path, monkeypatch: pytest
             time.sleep(0.02)
         return inner(*args, **kwargs)
 
-    options = (*SMALL, "steps=2", "checkpoint.save_every=50", "eval.every=1", "limits.max_response_tokens=160")
     monkeypatch.setattr(owner, name, signalled)
     with pytest.raises(Interrupted) as caught:
-        train(*options, f"run={run}")
+        train(*INTERRUPTED, "checkpoint.save_every=50", f"run={run}")
     assert caught.value.status == 75
     steps = 0 if where == "judge" else 1
     assert [int(f.name[5:]) for f in checkpoints(run)] == [1] * steps
     assert len(step_folders(run)) == steps
     assert [r["step"] for r in rows_of(run / "metrics.csv")] == ["1"] * steps if steps else True
     train(f"resume={run}")
-    train(*options, f"run={whole}")
     assert same(run, whole)
     kept = [
         {k: v for k, v in r.items() if k.startswith(("reward", "update/loss", "eval"))}
@@ -268,6 +279,22 @@ def test_sigterm_anywhere_saves_a_whole_step(tmp_path: Path, monkeypatch: pytest
     ]
     assert kept == [{k: r[k] for k in kept[0]} for r in rows_of(whole / "metrics.csv")]
     assert len(list(run.glob("evaluations/*.json"))) == 2
+
+
+def test_a_step_whose_archive_cannot_be_written_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(temporary: Path, target: Path) -> None:
+        if target.name == "step=000001":
+            raise OSError(28, "No space left on device")
+        publish(temporary, target)
+
+    monkeypatch.setattr(draco_archive, "publish", full)
+    run = tmp_path / "run"
+    with pytest.raises(OSError, match="No space left"):
+        train(*INTERRUPTED, "eval.every=0", "eval.before=false", f"run={run}")
+    assert [f.name for f in checkpoints(run)] == ["step=000001"]
+    assert "OSError in the middle of step 2, which is lost: resume goes on before it" in caplog.text
 
 
 class FakeRun:
