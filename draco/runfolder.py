@@ -155,7 +155,7 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
         key = name.split("@")[0]
         value = OmegaConf.select(given, key)
         OmegaConf.update(config, key, value, force_add=True)
-        if key.startswith("checkpoint."):  # the stored configuration is resolved: the callback has its own copy
+        if OmegaConf.select(config, f"callbacks.{key}") is not None:  # stored resolved: the callback has its own copy
             OmegaConf.update(config, f"callbacks.{key}", value)
     again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}
     config = DictConfig(_restored(OmegaConf.to_container(config), again))

@@ -118,9 +118,10 @@ def test_raised_steps_and_checkpoint_options_are_remembered(tmp_path: Path) -> N
         }
     )
     write_config(stored, tmp_path)
-    given = OmegaConf.create({"steps": 9, "checkpoint": {"keep_last": 1}})
-    config = resume_config(tmp_path, given, [f"resume={tmp_path}", "steps=9", "checkpoint.keep_last=1"])
-    assert (config.steps, config.callbacks.checkpoint.keep_last) == (9, 1)
+    given = OmegaConf.create({"steps": 9, "checkpoint": {"keep_last": 1, "check_disk": False}})
+    names = ["steps=9", "checkpoint.keep_last=1", "checkpoint.check_disk=false"]
+    config = resume_config(tmp_path, given, [f"resume={tmp_path}", *names])
+    assert (config.steps, config.callbacks.checkpoint, config.checkpoint.check_disk) == (9, {"keep_last": 1}, False)
     write_config(config, tmp_path)
     again = resume_config(tmp_path, OmegaConf.create({}), [f"resume={tmp_path}"])
     assert (again.steps, again.callbacks.checkpoint.keep_last, again.resume) == (9, 1, str(tmp_path))
