@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draco.chat import ChatFormat
 from draco.errors import AdapterError, ConfigError
+from draco.lora import fuse_lora
 from draco.types import Message
 
 __all__ = ["Policy"]
@@ -104,6 +105,7 @@ class Policy(nn.Module):
             task_type="CAUSAL_LM",
         )
         self.model = cast(PeftModel, get_peft_model(base, lora))
+        fuse_lora(self.model)
         if adapter:
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"
