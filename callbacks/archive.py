@@ -28,4 +28,6 @@ class ArchiveWriter(Callback):
         assert isinstance(pl_module, GRPOModule)
         record = pl_module.record
         assert record is not None
+        if not trainer.is_global_zero:  # its record holds every rank's
+            return
         write_step(self.run, record.step, record.groups, record.credits, record.calls)

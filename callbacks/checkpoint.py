@@ -1,8 +1,14 @@
-"""Saves checkpoints every N steps, at the end, and when a run is interrupted or stopped."""
+"""Saves checkpoints every N steps, at epoch ends, at the end, and when a run is interrupted or stopped.
+
+A checkpoint of step n is written when everything of step n is: its archive, its metrics, and the evaluation that may
+follow. What it keeps besides the weights is taken when the step ends, so that an interruption in the middle of the next
+one changes nothing.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +25,27 @@ log = logging.getLogger("draco")
 
 
 class Checkpoints(Callback):
-    """Keeps the last few and every epoch end.
+    """Keeps the last few, every epoch end and, if wanted, every so many steps.
 
     Args:
         run: run folder.
         save_every: batches between checkpoints.
         keep_last: newest ones kept; epoch-end ones stay in any case.
+        keep_every: multiples of it stay too; 0 = none.
         resume: folder of the checkpoint to load before training, or None.
     """
 
-    def __init__(self, run: str, save_every: int = 10, keep_last: int = 3, resume: str | None = None) -> None:
+    def __init__(
+        self, run: str, save_every: int = 1, keep_last: int = 3, keep_every: int = 0, resume: str | None = None
+    ) -> None:
         if save_every < 1 or keep_last < 1:
             raise ConfigError(f"checkpoint.save_every and keep_last must be ≥ 1, got {save_every} and {keep_last}")
-        self.run, self.save_every, self.keep_last = Path(run), save_every, keep_last
+        if keep_every < 0:
+            raise ConfigError(f"checkpoint.keep_every must be ≥ 0, got {keep_every}")
+        self.run, self.save_every, self.keep_last, self.keep_every = Path(run), save_every, keep_last, keep_every
         self.resume = Path(resume) if resume else None
+        self._started, self._wall_before = time.time(), 0.0
+        self._taken: tuple[int, dict[str, Any], dict[str, Any]] | None = None  #: step, state, random streams
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.resume is None:
@@ -41,40 +54,65 @@ class Checkpoints(Callback):
         state = checkpoint.read_state(self.resume)
         checkpoint.load(self.resume, pl_module.policy)
         checkpoint.load_optimizer(self.resume, pl_module.policy, trainer.optimizers[0])
-        pl_module.batches_done = state["step"]
+        pl_module.batches_done, pl_module.bad_steps = state["step"], state["bad_steps"]
+        self._wall_before = state["wall_s"]
         for stage in (pl_module.rollout, pl_module.rubric, pl_module.credit):
             stage.load_state_dict(state["stages"].get(type(stage).__name__, {}))
+        # Evaluations come at multiples of eval.every over the whole run, not from here on.
+        trainer.fit_loop.epoch_loop.batch_progress.total.ready = state["step"]
+        checkpoint.restore_rng(self.resume)
         log.info("resumed from %s", self.resume)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert isinstance(pl_module, GRPOModule)
+        self._take(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         done = pl_module.batches_done
-        if done % self.save_every == 0 or done in self._epoch_ends(trainer):
-            self._save(trainer, pl_module)
+        if batch_idx:  # not before the first batch of this process
+            self._take(trainer, pl_module)
+            if done % self.save_every == 0 or done in _epoch_ends(trainer):
+                self._save(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if isinstance(pl_module, GRPOModule) and hasattr(pl_module, "policy") and trainer.optimizers:
-            folder = self._save(trainer, pl_module)
-            log.warning("%s after %d steps: saved %s", type(exception).__name__, pl_module.batches_done, folder)
+        if not isinstance(pl_module, GRPOModule) or self._taken is None:
+            return  # nothing new since the start
+        name, done = type(exception).__name__, pl_module.batches_done
+        if not pl_module.whole:
+            log.warning("%s in the middle of step %d, which is lost: resume goes on before it", name, done)
+            return
+        try:
+            log.warning("%s after %d steps: saved %s", name, done, self._save(trainer, pl_module))
+        except OSError as error:
+            log.error("%s after %d steps, and the checkpoint could not be written: %s", name, done, error)
+
+    def _take(self, trainer: Trainer, module: GRPOModule) -> None:
+        """What the checkpoint of this step will hold besides weights and optimizer."""
+        loader: Any = trainer.train_dataloader
+        stages = (module.rollout, module.rubric, module.credit)
+        state = {
+            "bad_steps": module.bad_steps,
+            "world_size": trainer.world_size,
+            "tasks": checkpoint.digest(loader.tasks),
+            "wall_s": round(self._wall_before + time.time() - self._started, 1),
+            "loader": {**loader.state_dict(), "position": module.batches_done},
+            "stages": {type(s).__name__: s.state_dict() for s in stages},
+        }
+        self._taken = (module.batches_done, state, checkpoint.rng_state())
 
     def _save(self, trainer: Trainer, module: GRPOModule) -> Path:
         folder = checkpoint.folder_of(self.run, module.batches_done)
-        if folder.is_dir():
+        if folder.is_dir() or self._taken is None or not trainer.is_global_zero:
             return folder
-        stages = (module.rollout, module.rubric, module.credit)
-        state = {"stages": {type(s).__name__: s.state_dict() for s in stages}}
-        checkpoint.save(self.run, module.batches_done, module.policy, trainer.optimizers[0], state)
-        checkpoint.prune(self.run, self.keep_last, self._epoch_ends(trainer))
+        step, state, rng = self._taken
+        assert step == module.batches_done
+        checkpoint.save(self.run, step, module.policy, trainer.optimizers[0], state, rng)
+        checkpoint.prune(self.run, self.keep_last, _epoch_ends(trainer), self.keep_every)
         return folder
 
-    @staticmethod
-    def _epoch_ends(trainer: Trainer) -> frozenset[int]:
-        loader = trainer.train_dataloader
-        return (
-            frozenset(range(loader.steps_per_epoch, loader.steps + 1, loader.steps_per_epoch))
-            if loader
-            else frozenset()
-        )
+
+def _epoch_ends(trainer: Trainer) -> frozenset[int]:
+    loader: Any = trainer.train_dataloader
+    return frozenset(range(loader.steps_per_epoch, loader.steps + 1, loader.steps_per_epoch)) if loader else frozenset()

@@ -27,7 +27,7 @@ class StepProgress(Callback):
         self._progress: Progress | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if not self.console.is_terminal:
+        if not self.console.is_terminal or not trainer.is_global_zero:
             return
         self._progress = Progress(
             TextColumn("training"),
@@ -45,6 +45,8 @@ class StepProgress(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, GRPOModule)
         assert pl_module.record is not None
+        if not trainer.is_global_zero:
+            return
         line = describe(pl_module.record.metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=pl_module.batches_done, figures=line)

@@ -96,7 +96,7 @@ class AgentRollout(RolloutStage):
 
     def _group(self, batch: TaskBatch, index: int, done: list[Trajectory]) -> Group:
         ordered = tuple(sorted(done, key=lambda t: t.sample))
-        group = Group(batch.tasks[index], ordered, index, batch.step)
+        group = Group(batch.tasks[index], ordered, batch.position(index), batch.step)
         self._groups.append(group)
         return group
 

@@ -1,14 +1,15 @@
 """What a run leaves behind of every training step: parquet tables under ``archive/step=000012/``.
 
 From these alone rewards and credits can be recomputed to the last bit (float64 columns, token ids and spans exact). A
-step's folder is written under a temporary name and renamed: it is complete or not there. Success is in none of them;
-`end_state` is the opaque reference that only the environment's evaluator can read.
+step's folder is written under a temporary name, reaches the disk and is renamed: it is complete or not there. Success
+is in none of them; `end_state` is the opaque reference that only the environment's evaluator can read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draco.durable import publish
 from draco.types import Credit, Group, Message, Step, Task, Termination, Trajectory
 
 __all__ = ["TABLES", "read_table", "read_trajectories", "step_folder", "step_folders", "write_step"]
 
+_NAME = re.compile(r"step=(\d{6,})")
 _INTS, _FLOATS, _TEXTS = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.string())
 _KEY: list[tuple[str, pa.DataType]] = [("step", pa.int32()), ("group", pa.int32())]
 
@@ -103,7 +106,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 def step_folders(run: Path) -> list[Path]:
     """All complete steps, in order."""
-    return sorted(p for p in (run / "archive").glob("step=*") if p.is_dir() and not p.name.endswith(".tmp"))
+    found = (p for p in (run / "archive").glob("step=*") if _NAME.fullmatch(p.name))
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step=")))
 
 
 def write_step(
@@ -137,8 +141,7 @@ def write_step(
         _write(pa.Table.from_pylist(rows[name], schema=schema), temporary / f"{name}.parquet")
     if calls:
         _write(pa.Table.from_pylist([_call(step, c) for c in calls]), temporary / "judge_calls.parquet")
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    publish(temporary, folder)
 
 
 def _write(table: pa.Table, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 
-from draco.errors import ConfigError, DracoError
+from draco.errors import ConfigError, DracoError, TrainingStopped
 
 __all__ = ["main"]
 
@@ -23,7 +24,8 @@ log = logging.getLogger("draco")
 def main() -> None:
     """Entry point.
 
-    Exit status: 0 done, 1 a fault, 2 the configuration cannot work, 3 a guard stopped the run, 130 interrupted.
+    Exit status: 0 done, 1 a fault, 2 the configuration cannot work, 3 a guard stopped the run, 75 stopped by SIGTERM,
+    SIGUSR1 or SIGUSR2 with its state saved (EX_TEMPFAIL: a launcher may start it again with resume=), 130 Ctrl-C.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # custom environments and strategies beside the user's own files
@@ -52,6 +54,11 @@ def _main(config: DictConfig) -> dict[str, Any]:
 
 
 def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bool) -> dict[str, Any]:
+    from pathlib import Path
+
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from draco.interrupt import EXIT_INTERRUPTED, EXIT_REQUEUE, Interrupted
     from draco.run import train  # torch and lightning load here, after the configuration has composed
     from draco.runfolder import resume_config
     from draco.summary import closing_table
@@ -62,17 +69,24 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     if sweeping:
         config.run = os.path.relpath(output_dir)
     if config.resume:
-        from pathlib import Path
-
+        if Path(output_dir).resolve() != Path(config.resume).resolve():
+            with contextlib.suppress(OSError):  # Hydra made the folder that a new run would have had
+                Path(output_dir).rmdir()
         config = resume_config(Path(config.resume), config, overrides)
+    go_on = f"go on with: python train.py resume={config.run}"
     try:
         summary = train(config)
-    except SystemExit as stop:  # Lightning ends an interrupted fit this way, after the callbacks have saved
-        log.warning("interrupted; go on with: python train.py resume=%s", config.run)
-        raise SystemExit(130) from stop
+    except Interrupted as stop:
+        log.warning("%s: stopped; %s", stop, go_on)
+        raise SystemExit(stop.status) from None
+    except SIGTERMException:  # Lightning's own, where another rank or its handler was faster
+        log.warning("SIGTERM: stopped; %s", go_on)
+        raise SystemExit(EXIT_REQUEUE) from None
     except KeyboardInterrupt:
-        log.warning("interrupted before training began; nothing to resume")
-        raise SystemExit(130) from None
+        log.warning("interrupted before the run began")
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except TrainingStopped as error:
+        raise TrainingStopped(f"{error}; its state is saved, {go_on}") from error
     if summary:
         closing_table(summary, Console())
     return summary

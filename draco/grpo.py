@@ -22,8 +22,8 @@ class LossSums:
     """Summed loss and detached sums of one micro-batch; 0-dim tensors, so that no device synchronisation happens."""
 
     loss: Tensor  #: Σ (policy loss + kl_coef · KL), with gradient; divide by the batch's token count
-    policy: Tensor  #: Σ surrogate loss
-    kl: Tensor  #: Σ k3, nats; 0 without reference
+    policy: Tensor  #: Σ surrogate loss, weighted as in `loss`
+    kl: Tensor  #: Σ k3, nats, unweighted; 0 without reference
     clipped: Tensor  #: tokens where the clip bounds hold the ratio and stop the gradient (dual clip not included)
     dual_clipped: Tensor  #: tokens where the dual clip bounds the loss
     ratio_max: Tensor  #: largest π/π_old (or 0 without tokens): combine by maximum, the others by sum
@@ -119,12 +119,13 @@ def token_loss_sum(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     kl_coef: float = 0.01,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
 ) -> LossSums:
-    """Σ over tokens of weight · surrogate + kl_coef · k3: the caller divides once by the global token count.
+    """Σ over tokens of token_weight · (weight · surrogate + kl_coef · k3): the caller divides once, over all ranks.
 
     Args:
         logprobs: [N] current log π of the step tokens, with gradient; N = 0 gives a zero loss that has a gradient.
@@ -132,6 +133,7 @@ def token_loss_sum(
         old_logprobs: [N]; None: the detached current ones (one update a batch, r ≡ 1).
         ref_logprobs: [N] adapter-off log π; None: no KL term.
         weights: [N] factor on the surrogate, such as truncated importance weights; None: 1.
+        token_weights: [N] factor on the whole token loss, such as 1/n of its trajectory; None: 1.
         kl_coef: coefficient of the KL term; 0 still measures it when `ref_logprobs` is given.
 
     Raises:
@@ -142,12 +144,16 @@ def token_loss_sum(
     if weights is not None:
         _check(logprobs, weights=weights)
         policy = policy * weights.detach()
-    policy_sum = policy.sum()
-    kl_sum = torch.zeros_like(policy_sum) if ref_logprobs is None else kl_k3(logprobs, ref_logprobs).sum()
+    kl = torch.zeros_like(policy) if ref_logprobs is None else kl_k3(logprobs, ref_logprobs)
+    if token_weights is None:
+        policy_sum, kl_term = policy.sum(), kl.sum()
+    else:
+        _check(logprobs, token_weights=token_weights)
+        policy_sum, kl_term = policy @ token_weights, kl @ token_weights
     return LossSums(
-        loss=policy_sum + kl_coef * kl_sum if ref_logprobs is not None and kl_coef else policy_sum,
+        loss=policy_sum + kl_coef * kl_term if ref_logprobs is not None and kl_coef else policy_sum,
         policy=policy_sum.detach(),
-        kl=kl_sum.detach(),
+        kl=kl.detach().sum(),
         clipped=clipped.sum(),
         dual_clipped=dual.sum(),
         ratio_max=_max(ratio.detach()),

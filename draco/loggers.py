@@ -1,43 +1,64 @@
-"""Where metrics go. Both loggers take our own batch counter as x."""
+"""Where metrics go. Both loggers take our own batch counter as x, never Lightning's, and never go back."""
 
 from __future__ import annotations
 
 import csv
+import io
+import logging
 import netrc
 import os
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
-__all__ = ["MetricsCsv", "finish", "wandb_logger"]
+from draco import durable
+
+__all__ = ["MetricsCsv", "WandbMetrics", "finish", "read_metrics", "wandb_logger", "write_metrics"]
+
+log = logging.getLogger("draco")
+
+
+def read_metrics(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a metrics file; a last line that a kill cut off is left out."""
+    if not path.is_file():
+        return ["step"], []
+    whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8")
+    reader = csv.DictReader(io.StringIO(whole, newline=""))
+    rows = [dict(row) for row in reader if None not in row and (row["step"] or "").isdigit()]
+    return list(reader.fieldnames or ["step"]), [{k: v or "" for k, v in row.items()} for row in rows]
+
+
+def write_metrics(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a whole metrics file."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    durable.write_text(path, text.getvalue())
 
 
 class MetricsCsv(Logger):
     """``metrics.csv``: one row a step, a column a metric; always written, whatever other logger runs.
 
-    A metric that first appears later gets a column, and earlier rows stay empty there. On resume the rows after the
-    checkpoint are dropped.
+    A metric that first appears later gets a column, and earlier rows stay empty there. A row is on the disk before its
+    checkpoint is. Goes on with the file that is there.
 
     Args:
         run: run folder.
-        resume_step: keep rows up to this step only; None starts a new file.
     """
 
-    def __init__(self, run: str, resume_step: int | None = None) -> None:
+    def __init__(self, run: str) -> None:
         super().__init__()
         self.path = Path(run) / "metrics.csv"
-        self._columns: list[str] = ["step"]
-        self._rows: list[dict[str, Any]] = []
-        if resume_step is not None and self.path.is_file():
-            with open(self.path, encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                self._columns = list(reader.fieldnames or ["step"])
-                self._rows = [row for row in reader if int(row["step"]) <= resume_step]
-            self._rewrite()
+        self._columns: list[str]
+        self.rows: list[dict[str, Any]]
+        self._columns, rows = read_metrics(self.path)
+        self.rows = list(rows)
+        if self.path.is_file():
+            write_metrics(self.path, self._columns, self.rows)  # without a cut-off line
 
     @property
     def name(self) -> str:
@@ -54,53 +75,130 @@ class MetricsCsv(Logger):
         row = {"step": step, **metrics}
         new = sorted(row.keys() - set(self._columns))
         # Metrics of one step may come in several calls (training, then validation).
-        if self._rows and str(self._rows[-1]["step"]) == str(step):
-            self._rows[-1] |= row
+        if self.rows and str(self.rows[-1]["step"]) == str(step):
+            self.rows[-1] |= row
             rewrite = True
         else:
-            self._rows.append(row)
+            self.rows.append(row)
             rewrite = bool(new)
         self._columns += new
         if rewrite or not self.path.is_file():
-            self._rewrite()
-        else:
-            with open(self.path, "a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
+            write_metrics(self.path, self._columns, self.rows)
+            return
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+            file.flush()
+            os.fsync(file.fileno())
 
-    def _rewrite(self) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(self._rows)
-        temporary.rename(self.path)
+
+class WandbMetrics(Logger):
+    """Weights & Biases, with our batch counter as its step.
+
+    W&B takes no step twice and none after a later one. So the metrics of a step are gathered and sent as one row when
+    the next step begins; the last step sent is kept in the run folder. After a resume, steps that an attempt had sent
+    before it was killed are not sent again, and steps that it had not are sent from ``metrics.csv``.
+
+    Args:
+        run: run folder.
+        options: of `wandb.init`.
+    """
+
+    def __init__(self, run: Path, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._mark = run / "wandb_step"
+        self._options = dict(options)
+        self._sent = int(self._mark.read_text(encoding="utf-8")) if self._mark.is_file() else -1
+        self._row: dict[str, float] = {}
+        self._step = -1
+        self._experiment: Any = None
+
+    @property
+    def name(self) -> str:
+        return "wandb"
+
+    @property
+    def version(self) -> str:
+        return str(self._options["id"])
+
+    @property
+    def experiment(self) -> Any:
+        """The W&B run."""
+        if self._experiment is None:
+            import wandb
+
+            self._experiment = wandb.init(**self._options)
+        return self._experiment
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml holds them."""
+
+    def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Open the run and send what it lacks of the rows up to the checkpoint."""
+        _ = self.experiment
+        last = 0
+        for row in rows:
+            last = int(row["step"])
+            self.log_metrics({k: float(v) for k, v in row.items() if k != "step" and v != ""}, last)
+        if self._sent > last:
+            log.info(
+                "wandb has steps %d to %d already; they stay as they are and are not sent again", last + 1, self._sent
+            )
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = self._step if step is None else step
+        if step <= self._sent or step < self._step:
+            return
+        if step > self._step:
+            self.flush()
+        self._step = step
+        self._row |= metrics
+
+    def flush(self) -> None:
+        """Send the row that is being gathered."""
+        if self._row:
+            self.experiment.log(self._row, step=self._step, commit=True)
+            self._sent, self._row = self._step, {}
+            temporary = self._mark.with_name(self._mark.name + ".tmp")
+            temporary.write_text(str(self._sent), encoding="utf-8")
+            temporary.replace(self._mark)
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self.flush()
+        if self._experiment is not None:
+            self._experiment.finish()
+            self._experiment = None
 
 
 def wandb_logger(
     run: str, *, project: str = "draco", group: str | None = None, mode: str = "auto", **options: Any
-) -> WandbLogger:
+) -> WandbMetrics:
     """A W&B logger whose files lie inside the run folder and whose run id is kept there for resumes.
 
     Args:
         run: run folder.
         project, group: as in W&B; a sweep is a group.
         mode: online | offline | auto: online when a key is configured (WANDB_API_KEY or netrc), offline otherwise.
+        options: further arguments of `wandb.init`.
     """
     folder = Path(run)
     offline = mode == "offline" or (mode == "auto" and not _has_key())
     print(f"wandb: {'offline, files under ' + str(folder / 'wandb') if offline else 'online'}")
     id_file = folder / "wandb_run_id"
     if not id_file.is_file():
-        id_file.write_text(os.urandom(8).hex(), encoding="utf-8")
-    return WandbLogger(
-        name=folder.name,
-        save_dir=str(folder),
-        id=id_file.read_text(encoding="utf-8"),
-        project=project,
-        group=group,
-        offline=offline,
-        resume="allow",
-        **options,
+        durable.write_text(id_file, os.urandom(8).hex())
+    return WandbMetrics(
+        folder,
+        {
+            "name": folder.name,
+            "dir": str(folder),
+            "id": id_file.read_text(encoding="utf-8"),
+            "project": project,
+            "group": group,
+            "mode": "offline" if offline else "online",
+            "resume": "allow",
+            **options,
+        },
     )
 
 
@@ -108,8 +206,8 @@ def finish(loggers: Iterable[Logger]) -> None:
     """Close every logger; W&B would otherwise go on with the same run in the next job of a sweep."""
     for logger in loggers:
         logger.finalize("finished")
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
+        if isinstance(logger, WandbMetrics):
+            logger.close()
 
 
 def _has_key() -> bool:

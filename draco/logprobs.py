@@ -248,6 +248,7 @@ def hidden_states(
     input_ids: Tensor,
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    **inputs: Any,
 ) -> Tensor:
     """Hidden states after the final norm, [B, T, H]: what the output head multiplies.
 
@@ -259,6 +260,7 @@ def hidden_states(
         input_ids: [B, T] int64.
         position_ids: [B, T]; restart at 0 for each packed sequence, and pass no attention mask then.
         attention_mask: [B, T], 1 = token, 0 = padding.
+        inputs: further arguments of the decoder, such as those of `draco.attention.packed_inputs`.
 
     Raises:
         ConfigError: as `output_head`, or the model has no decoder.
@@ -268,7 +270,9 @@ def hidden_states(
     decoder = base.get_decoder()
     if decoder is None or decoder is base:
         raise ConfigError(f"{type(base).__name__} names no decoder below its output head: expected a causal model")
-    output = decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    output = decoder(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **inputs
+    )
     return cast(Tensor, output.last_hidden_state)
 
 

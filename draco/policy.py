@@ -1,6 +1,7 @@
 """The policy: a frozen causal LM with a trainable LoRA adapter.
 
-The reference policy of the KL term is the same model with the adapter switched off, so it costs no memory.
+The reference policy of the KL term is the same model with the adapter switched off, so it costs no memory; a run that
+goes on from an existing adapter may measure KL against that adapter instead, which costs a frozen copy of it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -22,10 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draco.chat import ChatFormat
 from draco.errors import AdapterError, ConfigError
+from draco.lora import fuse_lora
 from draco.types import Message
 
 __all__ = ["Policy"]
 
+_TRAINED, _REFERENCE = "default", "reference"  #: PEFT's names of the adapters
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -38,6 +41,8 @@ class Policy(nn.Module):
         dtype: of the frozen base weights; adapter and optimizer are float32.
         rank, alpha, dropout, targets: LoRA (Table 10: 16, 32, 0, all linear layers).
         adapter: folder of an existing PEFT adapter to go on training.
+        reference: what KL is measured against: `base`, the model without adapter, or `adapter`, the weights in the
+            folder `adapter` as they are now, frozen.
         gradient_checkpointing: recompute activations in the backward pass.
         max_prompt_tokens: overlong prompts are filtered against it by the caller.
         trust_remote_code: run code from the model repository; off unless the user says so.
@@ -60,12 +65,17 @@ class Policy(nn.Module):
         dropout: float = 0.0,
         targets: str | Sequence[str] = "all-linear",
         adapter: str | None = None,
+        reference: Literal["base", "adapter"] = "base",
         gradient_checkpointing: bool = False,
         trust_remote_code: bool = False,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if reference not in ("base", "adapter"):
+            raise ConfigError(f"policy.reference is {reference!r}; expected base or adapter")
+        if reference == "adapter" and not adapter:
+            raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
         self.path = path
         self.version = 0  #: optimizer updates behind the current weights
         folder = _resolve(path)
@@ -95,8 +105,14 @@ class Policy(nn.Module):
             task_type="CAUSAL_LM",
         )
         self.model = cast(PeftModel, get_peft_model(base, lora))
+        fuse_lora(self.model)
         if adapter:
             self.load_adapter(Path(adapter))
+        self._reference_adapter = reference == "adapter"
+        if self._reference_adapter:
+            self.model.add_adapter(_REFERENCE, lora)
+            set_peft_model_state_dict(self.model, self.adapter_state(), adapter_name=_REFERENCE)
+            self.model.set_adapter(_TRAINED)  # trainable; the other one frozen
 
     @property
     def device(self) -> torch.device:
@@ -119,9 +135,16 @@ class Policy(nn.Module):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The reference policy: adapter off."""
-        with self.model.disable_adapter():
+        """The reference policy: adapter off, or the initial adapter. Enter it before a graph is built."""
+        if not self._reference_adapter:
+            with self.model.disable_adapter():
+                yield
+            return
+        self.model.set_adapter(_REFERENCE, inference_mode=True)
+        try:
             yield
+        finally:
+            self.model.set_adapter(_TRAINED)
 
     def prompt_tokens(self, opening: Sequence[Message]) -> int:
         """Length of an opening prompt in tokens."""
@@ -131,7 +154,7 @@ class Policy(nn.Module):
         """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename)."""
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self.model.save_pretrained(str(temporary), safe_serialization=True)
+        self.model.save_pretrained(str(temporary), safe_serialization=True, selected_adapters=[_TRAINED])
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)

@@ -6,9 +6,9 @@ Everything that can be wrong with the configuration is found before the first ro
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,32 @@ from typing import Any
 import hydra.utils
 import torch
 from hydra.errors import InstantiationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.loggers.logger import Logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from draco import checkpoint
-from draco.archive import step_folders
+from draco.diskplan import plan_disk
 from draco.env.base import Environment, Evaluator
 from draco.errors import ConfigError, DracoError
 from draco.evaluation.metrics import summarise
+from draco.interrupt import listening
 from draco.judge.stage import read_secret
 from draco.loader import EvalLoader, TaskLoader
-from draco.loggers import MetricsCsv, finish
+from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
 from draco.policy import Policy
-from draco.runfolder import prepare, redacted
+from draco.runfolder import locked, prepare, set_aside, write_config
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
-from draco.summary import final_summary, read_json, scalars, train_success, write_json
+from draco.summary import (
+    evaluation_file,
+    evaluation_metrics,
+    final_summary,
+    read_json,
+    scalars,
+    train_success,
+    write_json,
+)
 from draco.types import Task
 
 __all__ = ["Parts", "build", "select_tasks", "train"]
@@ -140,22 +149,36 @@ def select_tasks(
 
 
 def train(config: DictConfig) -> dict[str, Any]:
-    """Run the whole job and return the content of summary.json."""
-    started = time.time()
+    """Run the whole job and return the content of summary.json.
+
+    Raises:
+        ConfigError: something cannot work, or another process uses the run folder.
+        TrainingStopped: a guard ended the run, its state saved.
+        Interrupted: a signal did.
+    """
     run = Path(config.run)
-    resume = checkpoint.latest(run) if config.resume else None
-    if resume is None:
-        prepare(run, overwrite=config.overwrite)
-        write_config(config, run)
-    resume_step = checkpoint.read_state(resume)["step"] if resume else 0
-    if resume and resume_step >= config.steps:
-        log.info("%s has already run its %d steps; raise steps= to go on", run, config.steps)
-        return read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+    with listening(), locked(run) if rank_zero_only.rank == 0 else nullcontext():
+        return _train(config, run)
+
+
+def _train(config: DictConfig, run: Path) -> dict[str, Any]:
+    started = time.time()
+    resume, state = _position(config, run)
+    step: int = state["step"]
     if config.resume:
-        config.callbacks.checkpoint.resume = str(resume)
-        for folder in step_folders(run):
-            if int(folder.name.removeprefix("step=")) >= resume_step:
-                shutil.rmtree(folder)
+        past = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+        if past and step >= config.steps:
+            log.info("%s has already run its %d steps; raise steps= to go on", run, config.steps)
+            return past
+        if step > config.steps:
+            raise ConfigError(f"{run} has already made {step} steps; use steps={step} or more, not {config.steps}")
+        state["wall_s"] = max(state["wall_s"], past.get("wall_s", 0.0))
+        set_aside(run, step, goes_on=step < config.steps)
+        if config.callbacks.get("checkpoint"):
+            config.callbacks.checkpoint.resume = str(resume) if resume else None
+    else:
+        prepare(run, overwrite=config.overwrite)
+    write_config(config, run)
     _quiet_libraries()
     seed_everything(config.seed, workers=False, verbose=False)
     parts = build(config)
@@ -165,9 +188,77 @@ def train(config: DictConfig) -> dict[str, Any]:
         rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"))
     module.configure_model()
     loader, held_out = _loaders(config, parts)
-    loader.position = resume_step
-    loggers: list[Logger] = [MetricsCsv(str(run), resume_step if resume else None)]
+    trainer, loggers = _trainer(config, parts, run)
+    if resume:
+        _check(resume, state, trainer.world_size, loader)
+        loader.load_state_dict(state["loader"])
+        checkpoint.load(resume, module.policy)
+        module.batches_done = step
+    limits = config.limits
+    plan_disk(
+        run, module.policy, loader, config.checkpoint, limits.max_prompt_tokens + limits.max_response_tokens,
+        refuse=config.checkpoint.check_disk,
+    )  # fmt: skip
+    log.info("run folder: %s", run)
+    files = [run / "evaluation_before.json", run / "evaluation_after.json"]
+    try:
+        for logger in loggers:
+            if isinstance(logger, WandbMetrics):
+                logger.start(loggers[0].rows)
+        if config.eval.before and step == 0 and not files[0].is_file():
+            write_json(files[0], _evaluate(config, parts, held_out, run))
+        if step < config.steps:
+            every = config.eval.every
+            if every and step and step % every == 0 and not evaluation_file(run, step).is_file():
+                _missed_evaluation(config, parts, held_out, run, loggers)
+            if not resume:
+                seed_everything(config.seed, workers=False, verbose=False)  # whatever came before
+            trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
+        if not files[1].is_file():
+            write_json(files[1], _evaluate(config, parts, held_out, run))
+        before, after = (read_json(f) if f.is_file() else None for f in files)
+        assert after is not None
+        train_success(run, parts.evaluator)
+        wall = state["wall_s"] + time.time() - started
+        summary = final_summary(run, config, before, after, wall_s=wall)
+        for logger in loggers:
+            logger.log_metrics(scalars(summary), step=module.batches_done)
+            if isinstance(logger, WandbMetrics):
+                logger.flush()
+        write_json(run / "summary.json", summary)  # the last of all: a run that has it is finished
+    finally:
+        finish(loggers)
+    return summary
+
+
+def _position(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to go on from and its state; none, and step 0, before the first one."""
+    found = checkpoint.checkpoints(run) if config.resume else []
+    if found:
+        return found[-1], checkpoint.read_state(found[-1])
+    if config.resume:
+        log.info("%s has no checkpoint yet: it starts from step 0 with its own configuration", run)
+    return None, {"step": 0, "wall_s": 0.0}
+
+
+def _check(resume: Path, state: dict[str, Any], world_size: int, loader: TaskLoader) -> None:
+    if state["world_size"] != world_size:
+        raise ConfigError(
+            f"{resume} was saved by {state['world_size']} process(es) and this job has {world_size}; resume with the "
+            "same number (trainer.devices × trainer.num_nodes)"
+        )
+    if state["tasks"] != checkpoint.digest(loader.tasks):
+        raise ConfigError(
+            f"the training tasks are no longer those of {resume}: the environment or its data has changed; resume "
+            "with what the run began with"
+        )
+
+
+def _trainer(config: DictConfig, parts: Parts, run: Path) -> tuple[Trainer, list[Any]]:
+    """The trainer of the run and its loggers, metrics.csv first."""
+    loggers: list[Any] = [MetricsCsv(str(run))]
     loggers += [instantiate(entry) for entry in config.logger.values() if entry]
+    every = config.eval.every
     trainer: Trainer = instantiate(
         config.trainer,
         callbacks=parts.callbacks,
@@ -178,32 +269,12 @@ def train(config: DictConfig) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
-        val_check_interval=config.eval.every or 1.0,
-        limit_val_batches=1 if config.eval.every else 0,
+        val_check_interval=every or 1.0,
+        check_val_every_n_epoch=None if every else 1,  # None: counts batches of the whole run
+        limit_val_batches=1 if every else 0,
         default_root_dir=str(run),
     )
-    log.info("run folder: %s", run)
-    before_file = run / "evaluation_before.json"
-    try:
-        if config.eval.before and not before_file.is_file():
-            write_json(before_file, _evaluate(config, parts, held_out, run))
-        trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
-        after = _evaluate(config, parts, held_out, run)
-        write_json(run / "evaluation_after.json", after)
-        before = read_json(before_file) if before_file.is_file() else None
-        train_success(run, parts.evaluator)
-        summary = final_summary(run, config, before, after, wall_s=time.time() - started)
-        write_json(run / "summary.json", summary)
-        for logger in loggers:
-            logger.log_metrics(scalars(summary), step=module.batches_done)
-    finally:
-        finish(loggers)
-    return summary
-
-
-def write_config(config: DictConfig, run: Path) -> None:
-    """config.yaml: resolved, secrets redacted."""
-    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(redacted(config))), encoding="utf-8")
+    return trainer, loggers
 
 
 def _loaders(config: DictConfig, parts: Parts) -> tuple[TaskLoader, EvalLoader]:
@@ -236,6 +307,15 @@ def _evaluate(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path)
         trainer.validate(parts.module, dataloaders=held_out, verbose=False)
     records = parts.module.validation_records
     return {"split": config.eval.split, **summarise(records), "records": [r.as_dict() for r in records]}
+
+
+def _missed_evaluation(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path, loggers: list[Any]) -> None:
+    """The evaluation that belongs to the checkpoint and was cut off."""
+    step = parts.module.batches_done
+    content = {"step": step, **_evaluate(config, parts, held_out, run)}
+    for logger in loggers:
+        logger.log_metrics(evaluation_metrics(content), step=step)
+    write_json(evaluation_file(run, step), content)
 
 
 def _quiet_libraries() -> None:

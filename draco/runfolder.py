@@ -1,21 +1,91 @@
-"""The run folder: created once, never overwritten by accident, secrets redacted."""
+"""The run folder: created once, never overwritten by accident, used by one job at a time, secrets redacted."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import logging
+import os
 import re
 import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from draco import durable
+from draco.archive import step_folders
 from draco.errors import ConfigError
+from draco.loggers import read_metrics, write_metrics
 
-__all__ = ["prepare", "redacted", "resume_config"]
+__all__ = ["locked", "prepare", "redacted", "resume_config", "set_aside", "write_config"]
+
+log = logging.getLogger("draco")
 
 _SECRET = re.compile(r"(key|token|secret|password|credential)s?$", re.IGNORECASE)
 #: what a resume may change: length and placement
-RESUMABLE = ("steps", "trainer", "logger", "callbacks.checkpoint.save_every", "callbacks.checkpoint.keep_last")
+RESUMABLE = ("steps", "trainer", "logger", "checkpoint")
+_LOCK = "lock"
+_REDACTED = "<redacted>"
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Keep a run folder to this job. The lock of a dead process is taken over.
+
+    The kernel frees the lock when its process ends, however it ends; the file names the process for the error message.
+
+    Raises:
+        ConfigError: a live process has it.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / _LOCK
+    descriptor = _acquire(run, path)
+    try:
+        before = os.pread(descriptor, 4096, 0)
+        if before:
+            log.info("took over the lock of process %s, which is gone", _owner(before))
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(run: Path, path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(os.pread(descriptor, 4096, 0))
+            os.close(descriptor)
+            raise ConfigError(f"{run} is in use by process {owner}; wait for it to end, or stop it") from None
+        except OSError as error:  # a file system without locks
+            log.warning("%s cannot be locked (%s): do not start a second job on it", run, error.strerror)
+        # Its last owner may have removed the file between our open and our lock.
+        if path.exists() and os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+        os.close(descriptor)
+
+
+def _owner(content: bytes) -> str:
+    try:
+        owner = json.loads(content)
+        return f"{owner['pid']} on {owner['host']} since {owner['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "(unknown)"
+
+
+def _holds_something(run: Path) -> bool:
+    """Other than what a job leaves that was killed before it wrote config.yaml."""
+    return any(p.name != _LOCK and p.suffix != ".tmp" for p in run.iterdir())
 
 
 def prepare(run: Path, *, overwrite: bool) -> None:
@@ -24,7 +94,7 @@ def prepare(run: Path, *, overwrite: bool) -> None:
     Raises:
         ConfigError: it holds something and `overwrite` is not set.
     """
-    if run.is_dir() and any(run.iterdir()):
+    if run.is_dir() and _holds_something(run):
         if not overwrite:
             raise ConfigError(
                 f"the run folder {run} exists and is not empty; continue it with resume={run}, replace it with "
@@ -32,8 +102,19 @@ def prepare(run: Path, *, overwrite: bool) -> None:
             )
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"{run} holds no draco run (no config.yaml), so overwrite=true will not delete it")
-        shutil.rmtree(run)
+        for path in sorted(run.iterdir(), key=lambda p: p.name == "config.yaml"):  # last: it marks a run
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
     run.mkdir(parents=True, exist_ok=True)
+
+
+def write_config(config: DictConfig, run: Path) -> None:
+    """config.yaml: resolved, secrets redacted."""
+    content = OmegaConf.create(redacted(config))
+    OmegaConf.update(content, "resume", None)
+    durable.write_text(run / "config.yaml", OmegaConf.to_yaml(content))
 
 
 def redacted(config: DictConfig) -> Any:
@@ -44,8 +125,7 @@ def redacted(config: DictConfig) -> Any:
 def _redact(node: Any) -> Any:
     if isinstance(node, dict):
         return {
-            k: "<redacted>" if _SECRET.search(str(k)) and isinstance(v, str) and v else _redact(v)
-            for k, v in node.items()
+            k: _REDACTED if _SECRET.search(str(k)) and isinstance(v, str) and v else _redact(v) for k, v in node.items()
         }
     return [_redact(v) for v in node] if isinstance(node, list) else node
 
@@ -60,7 +140,8 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
     if not file.is_file():
         raise ConfigError(f"resume={folder}: no run there (config.yaml not found); pass the run folder")
     names = [o.split("=", 1)[0].lstrip("+~") for o in overrides]
-    wrong = [n for n in names if n not in {"resume", "run"} and not n.startswith(RESUMABLE)]
+    secret = [n for n in names if _SECRET.search(n)]
+    wrong = [n for n in names if n not in {"resume", "run", *secret} and not n.startswith(RESUMABLE)]
     if wrong:
         raise ConfigError(
             f"resume={folder} goes on with the run's own configuration; {', '.join(wrong)} cannot change "
@@ -69,8 +150,86 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
     config = OmegaConf.load(file)
     assert isinstance(config, DictConfig)
     for name in names:
-        if name not in {"resume", "run"}:
-            key = name.split("@")[0]
-            OmegaConf.update(config, key, OmegaConf.select(given, key), force_add=True)
+        if name in {"resume", "run", *secret}:
+            continue
+        key = name.split("@")[0]
+        value = OmegaConf.select(given, key)
+        OmegaConf.update(config, key, value, force_add=True)
+        if OmegaConf.select(config, f"callbacks.{key}") is not None:  # stored resolved: the callback has its own copy
+            OmegaConf.update(config, f"callbacks.{key}", value)
+    again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}
+    config = DictConfig(_restored(OmegaConf.to_container(config), again))
+    if missing := sorted({n for n in _redacted_names(config) if n not in again}):
+        raise ConfigError(f"resume={folder}: {', '.join(missing)} is not kept in a run folder; give it again")
     config.run, config.resume, config.overwrite = str(folder), str(folder), False
     return config
+
+
+def _restored(node: Any, secrets: dict[str, Any]) -> Any:
+    """`node` with the redacted values that were given again, by the last part of their name."""
+    if isinstance(node, dict):
+        return {k: secrets.get(k, v) if v == _REDACTED else _restored(v, secrets) for k, v in node.items()}
+    return [_restored(v, secrets) for v in node] if isinstance(node, list) else node
+
+
+def _redacted_names(node: Any, name: str = "") -> Iterator[str]:
+    if isinstance(node, DictConfig):
+        for key, value in node.items():
+            yield from _redacted_names(value, str(key))
+    elif isinstance(node, ListConfig):
+        for value in node:
+            yield from _redacted_names(value, name)
+    elif node == _REDACTED:
+        yield name
+
+
+def set_aside(run: Path, step: int, *, goes_on: bool) -> None:
+    """Move what lies beyond the checkpoint to ``aside/TIME/``, so that the step is made and recorded anew.
+
+    Archive steps, rows of metrics.csv and evaluations of later steps; what a run writes at its end; a half-written file
+    is deleted.
+
+    Args:
+        run: run folder.
+        step: batches behind the checkpoint.
+        goes_on: more steps follow, so that an evaluation after the last one is out of date.
+    """
+    for pattern in ("archive/*.tmp", "checkpoints/*.tmp", "*.tmp"):
+        for path in run.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    aside = run / "aside" / time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = aside.with_name(f"{aside.name.split('.')[0]}.{number}")
+    moved: list[str] = []
+    archived = [f for f in step_folders(run) if int(f.name.removeprefix("step=")) >= step]
+    evaluations = [f for f in run.glob("evaluations/step=*.json") if int(f.stem.removeprefix("step=")) > step]
+    ends = [run / name for name in ("summary.json", "train_success.csv", "report.html")]
+    if goes_on:
+        ends.append(run / "evaluation_after.json")
+    for path in (*archived, *evaluations, *(p for p in ends if p.is_file())):
+        target = aside / path.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+        moved.append(str(path.relative_to(run)))
+    if rows := _cut_metrics(run / "metrics.csv", step, aside):
+        moved.append(rows)
+    if moved:
+        log.info("set aside in %s: %s", aside, ", ".join(moved))
+
+
+def _cut_metrics(path: Path, step: int, aside: Path) -> str:
+    """Drop later rows, and the closing figures, which the last step gets again; the old file is kept."""
+    columns, rows = read_metrics(path)
+    kept = [
+        {k: "" if k.startswith("summary/") else v for k, v in row.items()} for row in rows if int(row["step"]) <= step
+    ]
+    filled = [c for c in columns if c == "step" or any(row[c] != "" for row in kept)]
+    if len(kept) == len(rows) and filled == columns:
+        return ""
+    aside.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(path, aside / path.name)
+    write_metrics(path, filled, [{c: row[c] for c in filled} for row in kept])
+    later = [int(row["step"]) for row in rows if int(row["step"]) > step]
+    return f"metrics of steps {later[0]} to {later[-1]}" if later else "the closing figures in metrics.csv"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,16 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from draco import durable
 from draco.archive import read_table, read_trajectories, step_folders
 from draco.env.base import Evaluator
 from draco.evaluation.records import evaluate_end_state
+from draco.loggers import read_metrics
 
-__all__ = ["closing_table", "final_summary", "read_json", "scalars", "train_success", "write_json"]
+__all__ = [
+    "closing_table", "evaluation_file", "evaluation_metrics", "final_summary", "read_json", "scalars", "train_success",
+    "write_json",
+]  # fmt: skip
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -27,9 +33,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write an object; complete or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    temporary.rename(path)
+    path.parent.mkdir(exist_ok=True)
+    durable.write_text(path, json.dumps(content, indent=1))
+
+
+def evaluation_file(run: Path, step: int) -> Path:
+    """Where the evaluation after `step` batches lies that was made during training."""
+    return run / "evaluations" / f"step={step:06d}.json"
+
+
+def evaluation_metrics(content: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation during training, for loggers."""
+    return {f"eval/{k}": content[k] for k in ("tgc", "sgc", "turns") if content[k] is not None}
 
 
 def train_success(run: Path, evaluator: Evaluator | None) -> None:
@@ -37,15 +52,16 @@ def train_success(run: Path, evaluator: Evaluator | None) -> None:
 
     Called when training is over: no stage can read it, and no checkpoint is chosen by it.
     """
-    with open(run / "train_success.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", "task_id", "sample", "success", "termination", "error"])
-        for folder in step_folders(run):
-            step = int(folder.name.removeprefix("step="))
-            for t in read_trajectories(read_table(run, "trajectories", [step])):
-                outcome = evaluate_end_state(evaluator, t.task, t.end_state, t.termination)
-                success = "" if outcome.success is None else int(outcome.success)
-                writer.writerow([step, t.task.id, t.sample, success, t.termination, outcome.error])
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["step", "task_id", "sample", "success", "termination", "error"])
+    for folder in step_folders(run):
+        step = int(folder.name.removeprefix("step="))
+        for t in read_trajectories(read_table(run, "trajectories", [step])):
+            outcome = evaluate_end_state(evaluator, t.task, t.end_state, t.termination)
+            success = "" if outcome.success is None else int(outcome.success)
+            writer.writerow([step, t.task.id, t.sample, success, t.termination, outcome.error])
+    durable.write_text(run / "train_success.csv", text.getvalue())
 
 
 def final_summary(
@@ -56,7 +72,6 @@ def final_summary(
     calls = _total(rows, "judge/calls")
     # A step whose calls had no known price has no cost column: then the bill is unknown, not 0.
     priced = all("judge/cost_usd" in r for r in rows if r.get("judge/calls"))
-    earlier = read_json(run / "summary.json").get("wall_s", 0.0) if (run / "summary.json").is_file() else 0.0
     return {
         "setting": f"{config.rubric.name}+{config.credit.name}",
         "env": config.env.name,
@@ -87,7 +102,7 @@ def final_summary(
         "judge_failed": int(_total(rows, "judge/failed")),
         "judge_cost_usd": _total(rows, "judge/cost_usd") if priced else None,
         "tokens": int(_total(rows, "update/step_tokens")),
-        "wall_s": round(earlier + wall_s, 1),
+        "wall_s": round(wall_s, 1),
         "run": str(run),
     }
 
@@ -98,8 +113,8 @@ def scalars(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
-    with open(run / "metrics.csv", encoding="utf-8", newline="") as file:
-        return [{k: float(v) for k, v in row.items() if v not in ("", None)} for row in csv.DictReader(file)]
+    _, rows = read_metrics(run / "metrics.csv")
+    return [{k: float(v) for k, v in row.items() if v != ""} for row in rows]
 
 
 def _total(rows: list[dict[str, float]], name: str) -> float:

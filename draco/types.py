@@ -17,7 +17,7 @@ Worked example, one group of G = 2 rollouts, K = 1 criterion::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -87,6 +87,18 @@ class TaskBatch:
     group_size: int  #: G rollouts a task
     purpose: str = "train"  #: part of the sampling key, so that evaluation never shares a stream with training
     temperature: float = 1.0
+    first: int = 0  #: position of `tasks[0]` in the whole batch, of which this may be one rank's share
+    stride: int = 1  #: distance of neighbours in the whole batch
+
+    def position(self, index: int) -> int:
+        """Position in the whole batch of `tasks[index]`: what `Group.index` holds on any rank."""
+        return self.first + index * self.stride
+
+    def shard(self, rank: int, world: int) -> TaskBatch:
+        """The tasks of one of `world` ranks, dealt out in turn; possibly none."""
+        if world == 1:
+            return self
+        return replace(self, tasks=self.tasks[rank::world], first=self.position(rank), stride=self.stride * world)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,7 +52,8 @@ def test_nothing_is_pickled_and_no_base_weight_is_written(tmp_path: Path, new_po
     folder = checkpoint.save(tmp_path, 1, policy, trained(policy), {})
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     assert names == [
-        "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "optimizer.safetensors", "state.json",
+        "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "optimizer.safetensors",
+        "rng.safetensors", "state.json",
     ]  # fmt: skip
     lora = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size < lora * 1.2 + 20_000
@@ -59,9 +62,10 @@ def test_nothing_is_pickled_and_no_base_weight_is_written(tmp_path: Path, new_po
 def test_a_half_written_checkpoint_is_never_picked_up(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:
     policy = new_policy()
     good = checkpoint.save(tmp_path, 1, policy, trained(policy), {})
-    (tmp_path / "checkpoints" / "step=000002.tmp").mkdir()
-    assert checkpoint.latest(tmp_path) == good
-    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+    for name in ("step=000002.tmp", "step=000002.old.tmp", "step=000003.gone.tmp", "step=12"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert checkpoint.checkpoints(tmp_path) == [good]
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
         checkpoint.latest(tmp_path / "empty")
 
 
@@ -70,6 +74,85 @@ def test_prune_keeps_the_last_and_the_epoch_ends(tmp_path: Path) -> None:
         checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
     checkpoint.prune(tmp_path, 2, frozenset({3}))
     assert [f.name for f in checkpoint.checkpoints(tmp_path)] == ["step=000003", "step=000007", "step=000008"]
+
+
+def test_prune_keeps_every_so_many(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
+    checkpoint.prune(tmp_path, 1, frozenset({5}), keep_every=4)
+    left = [int(f.name[5:]) for f in checkpoint.checkpoints(tmp_path)]
+    assert left == [4, 5, 8, 9] == checkpoint.kept(9, epoch=5, save_every=1, keep_last=1, keep_every=4)
+
+
+def test_steps_of_seven_digits_are_in_order(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
+    assert checkpoint.latest(tmp_path) == checkpoint.folder_of(tmp_path, 1_000_000)
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "rng.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"{nonsense"])
+def test_a_missing_or_broken_file_is_one_line(
+    tmp_path: Path, new_policy: Callable[[], Policy], name: str, content: bytes | None
+) -> None:
+    policy = new_policy()
+    optimizer = trained(policy)
+    folder = checkpoint.save(tmp_path, 1, policy, optimizer, {})
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+
+    def load() -> None:
+        checkpoint.read_state(folder)
+        checkpoint.load_optimizer(folder, policy, optimizer)
+        checkpoint.restore_rng(folder)
+
+    with pytest.raises(ConfigError, match=f"damaged: {name}.*delete that folder") as caught:
+        load()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_of_another_adapter_is_refused(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:
+    policy = new_policy()
+    folder = checkpoint.save(tmp_path, 1, policy, trained(policy), {})
+    other = Policy(TINY, rank=8)
+    with pytest.raises(ConfigError, match=r"of another adapter: .*lora_A"):
+        checkpoint.load_optimizer(folder, other, torch.optim.AdamW(other.parameters()))
+
+
+def test_options_of_the_optimizer_come_back(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:
+    policy = new_policy()
+    optimizer = trained(policy)
+    optimizer.param_groups[0]["lr"] = 0.125
+    folder = checkpoint.save(tmp_path, 1, policy, optimizer, {})
+    fresh = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1.0)
+    checkpoint.load_optimizer(folder, policy, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.125
+    assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_every_random_stream_goes_on(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+
+    policy = new_policy()
+    random.gauss(0, 1), np.random.randn()  # each leaves its second value behind
+    folder = checkpoint.save(tmp_path, 1, policy, trained(policy), {})
+    expected = draw()
+    draw()
+    checkpoint.restore_rng(folder)
+    assert draw() == expected
+
+
+def test_the_size_is_what_is_written(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:
+    policy = new_policy()
+    folder = checkpoint.save(tmp_path, 1, policy, trained(policy), {})
+    written = sum(f.stat().st_size for f in folder.rglob("*.safetensors") if f.name != "rng.safetensors")
+    assert checkpoint.size_of(policy) == pytest.approx(written, rel=0.1)
+
+
+def test_a_27b_adapter_takes_what_the_docstring_says() -> None:
+    assert round(116.7e6 * 12 / 1e9, 2) == 1.40
+    assert len(checkpoint.kept(100, epoch=5, save_every=1, keep_last=3, keep_every=0)) == 22
+    assert "1.40 GB" in str(checkpoint.__doc__)
 
 
 def test_a_wrong_adapter_is_refused_with_what_differs(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.credit.step import StepLevelCredit
 from callbacks.rubric.dynamic import DynamicRubric
 from draco.errors import ConfigError, StageError
-from draco.loggers import MetricsCsv
 from draco.module import GRPOModule
 from draco.run import build
 from draco.runfolder import prepare, redacted, resume_config
@@ -35,7 +34,7 @@ def configuration(*overrides: str) -> DictConfig:
 def test_every_setting_builds(rubric: str, credit: str, tmp_path: Path) -> None:
     parts = build(configuration(f"rubric={rubric}", f"credit={credit}", f"run={tmp_path}"))
     assert isinstance(parts.module, GRPOModule)
-    assert len(parts.callbacks) == 7
+    assert len(parts.callbacks) == 8
 
 
 @pytest.mark.parametrize(
@@ -139,15 +138,3 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
         resume_config(tmp_path, given, [f"resume={tmp_path}", "seed=1"])
     with pytest.raises(ConfigError, match="no run there"):
         resume_config(tmp_path / "nowhere", given, [])
-
-
-def test_metrics_csv_grows_columns_merges_steps_and_rewinds(tmp_path: Path) -> None:
-    logger = MetricsCsv(str(tmp_path))
-    logger.log_metrics({"a": 1.0}, step=1)
-    logger.log_metrics({"a": 2.0}, step=2)
-    logger.log_metrics({"b": 3.0}, step=2)
-    logger.log_metrics({"a": 4.0, "b": 5.0}, step=3)
-    assert (tmp_path / "metrics.csv").read_text().split() == ["step,a,b", "1,1.0,", "2,2.0,3.0", "3,4.0,5.0"]
-    resumed = MetricsCsv(str(tmp_path), resume_step=2)
-    resumed.log_metrics({"a": 9.0}, step=3)
-    assert (tmp_path / "metrics.csv").read_text().split() == ["step,a,b", "1,1.0,", "2,2.0,3.0", "3,9.0,"]

@@ -20,6 +20,7 @@ from draco.module import GRPOModule, LossOptions, StepRecord, UpdateOptions
 from draco.policy import Policy
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.types import Credit, Group, Judgement, Task, TaskBatch
+from draco.update import Totals
 
 DONE = "<code>done</code>"
 
@@ -83,8 +84,9 @@ def gradients(module: GRPOModule, credits: list[Credit]) -> torch.Tensor:
         parameter.grad = None
     grabbed: list[torch.Tensor] = []
 
-    def step(tokens: float, loss: float) -> float:
-        grabbed.append(torch.cat([p.grad.flatten() / tokens for p in module.trainable() if p.grad is not None]))
+    def step(part: Totals) -> float:
+        denominator = module.loss_options.denominator(part.sums["tokens"], part.sums["trajectories"])
+        grabbed.append(torch.cat([p.grad.flatten() / denominator for p in module.trainable() if p.grad is not None]))
         return 0.0
 
     module._optimizer_step = step  # type: ignore[method-assign,assignment]
@@ -100,7 +102,7 @@ class _Null(RolloutStage):
 def prepared(policy: Callable[[], Policy], **options: Any) -> GRPOModule:
     """A module ready for `update` outside a trainer."""
     module = make_module(policy, **options)
-    module.policy = policy()
+    module.configure_model()
     module.rollout, module.rubric, module.credit = _Null(), Rewards(lambda g: []), UniformCredit()
     module.manual_backward = lambda loss: loss.backward()  # type: ignore[method-assign,assignment]
     return module
@@ -171,9 +173,9 @@ def test_stages_run_in_program_order_and_stream(new_policy: Callable[[], Policy]
             return super().assign_one(judgement)
 
     class LoggedModule(GRPOModule):
-        def _accumulate(self, *args: Any) -> None:
+        def _backward(self, *args: Any) -> None:
             log.append("backward")
-            super()._accumulate(*args)
+            super()._backward(*args)
 
         def _optimizer_step(self, *args: Any) -> float:
             log.append("step")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,16 +24,24 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file
 
+from callbacks.credit.step import StepLevelCredit
+from callbacks.evaluation import Evaluations
+from draco import archive as draco_archive
 from draco.archive import read_table, step_folders
 from draco.checkpoint import checkpoints
+from draco.cli import _job
+from draco.durable import publish
 from draco.env.base import Evaluator, Outcome
-from draco.errors import ConfigError
+from draco.errors import ConfigError, TrainingStopped
+from draco.interrupt import Interrupted
+from draco.judge.client import JudgeClient
 from draco.run import train as run_job
 from draco.runfolder import resume_config
-from draco.types import Task
+from draco.types import Credit, Judgement, Task
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "conf"
+SMALL = ("tasks_per_step=2", "group_size=2", "eval.tasks=2", "policy.rank=4")
 QUICK = ("steps=2", "tasks_per_step=3", "group_size=3", "eval.tasks=6", "policy.rank=4")
 
 
@@ -171,7 +182,7 @@ def test_an_existing_run_is_safe(finished: tuple[Path, str], caplog: pytest.LogC
     assert "has already run its 2 steps" in caplog.text
 
 
-def test_resume_goes_on_to_the_same_adapter(tmp_path: Path) -> None:
+def test_a_raised_number_of_steps_goes_on_to_the_same_adapter(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = (*QUICK, "eval.before=false", "eval.tasks=3")
     train(*options, "steps=3", f"run={whole}")
@@ -181,23 +192,193 @@ def test_resume_goes_on_to_the_same_adapter(tmp_path: Path) -> None:
     rows = [r["step"] for r in rows_of(parts / "metrics.csv")]
     assert rows == ["1", "2", "3"]
     assert len(step_folders(parts)) == 3
+    # What the shorter run said at its end is kept, and is no longer what the run says.
+    (old,) = parts.glob("aside/*/summary.json")
+    assert json.loads(old.read_text())["steps"] == 1
+    closing = [r["summary/final_success"] for r in rows_of(parts / "metrics.csv")]
+    assert closing[:2] == ["", ""]
+    assert closing[2] != ""
+    assert train(f"resume={parts}")["steps"] == 3  # remembered: this is a finished run of three
+    (parts / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="already made 3 steps; use steps=3 or more, not 2"):
+        train(f"resume={parts}", "steps=2")
 
 
-def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+class Poisoned(StepLevelCredit):
+    """NaN advantages in the second batch."""
+
+    def assign_one(self, judgement: Judgement) -> Credit:
+        credit = super().assign_one(judgement)
+        if judgement.group.step != 1:
+            return credit
+        steps = tuple(tuple(math.nan for _ in a) for a in credit.step_advantages)
+        return Credit(judgement, credit.advantages, steps, credit.qualities, credit.reasons)
+
+
+def test_a_guard_stops_the_run_with_its_state_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ("eval.before=false", "eval.tasks=3", "update.max_bad_steps=1", "checkpoint.save_every=50")
+    GlobalHydra.instance().clear()
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("train", [*QUICK, *options, "credit.stage._target_=test_run.Poisoned", f"run={run}"])
+    with pytest.raises(TrainingStopped, match=f"non-finite.*its state is saved, go on with: .* resume={run}"):
+        _job(config, [], str(run), sweeping=False)
+    (saved,) = checkpoints(run)
+    state = json.loads((saved / "state.json").read_text())
+    assert (state["step"], state["policy_version"], state["bad_steps"]) == (2, 1, 1)
+    assert len(rows_of(run / "metrics.csv")) == len(step_folders(run)) == 2  # the step that went wrong can be read
+
+
+INTERRUPTED = (*SMALL, "steps=2", "eval.every=1", "limits.max_response_tokens=160")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    train(*INTERRUPTED, f"run={run}")
+    return run
+
+
+HOOKS = {
+    "optimizer step": (torch.optim.AdamW, "step"),
+    "judge": (JudgeClient, "call"),
+    "archive": (draco_archive, "publish"),
+    "evaluation": (Evaluations, "on_validation_end"),
+}
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_sigterm_anywhere_saves_a_whole_step(
+    uninterrupted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    run, whole = tmp_path / "run", uninterrupted_run
+    owner, name = HOOKS[where]
+    inner = getattr(owner, name)
+    calls: list[int] = []
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.02)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, signalled)
+    with pytest.raises(Interrupted) as caught:
+        train(*INTERRUPTED, "checkpoint.save_every=50", f"run={run}")
+    assert caught.value.status == 75
+    steps = 0 if where == "judge" else 1
+    assert [int(f.name[5:]) for f in checkpoints(run)] == [1] * steps
+    assert len(step_folders(run)) == steps
+    assert [r["step"] for r in rows_of(run / "metrics.csv")] == ["1"] * steps if steps else True
+    train(f"resume={run}")
+    assert same(run, whole)
+    kept = [
+        {k: v for k, v in r.items() if k.startswith(("reward", "update/loss", "eval"))}
+        for r in rows_of(run / "metrics.csv")
+    ]
+    assert kept == [{k: r[k] for k in kept[0]} for r in rows_of(whole / "metrics.csv")]
+    assert len(list(run.glob("evaluations/*.json"))) == 2
+
+
+def test_a_step_whose_archive_cannot_be_written_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(temporary: Path, target: Path) -> None:
+        if target.name == "step=000001":
+            raise OSError(28, "No space left on device")
+        publish(temporary, target)
+
+    monkeypatch.setattr(draco_archive, "publish", full)
+    run = tmp_path / "run"
+    with pytest.raises(OSError, match="No space left"):
+        train(*INTERRUPTED, "eval.every=0", "eval.before=false", f"run={run}")
+    assert [f.name for f in checkpoints(run)] == ["step=000001"]
+    assert "OSError in the middle of step 2, which is lost: resume goes on before it" in caplog.text
+
+
+class FakeRun:
+    """What `wandb.init` returns."""
+
+    rows: ClassVar[list[tuple[int, dict[str, float]]]] = []
+
+    def log(self, row: dict[str, float], *, step: int, commit: bool) -> None:
+        self.rows.append((step, dict(row)))
+
+    def finish(self) -> None:
+        pass
+
+
+def test_wandb_gets_our_steps_once_and_in_order_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wandb.init", lambda **options: FakeRun())
+    monkeypatch.setattr(FakeRun, "rows", [])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    options = (*SMALL, "eval.every=1", "rubric=random", "credit=uniform", "logger=wandb", "logger.wandb.mode=offline")
+    run = tmp_path / "run"
+    train(*options, "steps=2", f"run={run}")
+    shutil.rmtree(checkpoints(run)[-1])  # as if the run had been killed between its first and its second checkpoint
+    (run / "summary.json").unlink()
+    train(f"resume={run}", "steps=3")
+    assert [step for step, _ in FakeRun.rows] == [1, 2, 3]
+    for _, row in FakeRun.rows:
+        assert {"eval/tgc", "update/loss"} <= row.keys()
+    assert "summary/final_success" in FakeRun.rows[-1][1]
+
+
+def changed(name: str, value: Any) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        file = checkpoints(run)[-1] / "state.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (changed("world_size", 8), r"saved by 8 process\(es\) and this job has 1; resume with the same number"),
+        (changed("tasks", "other"), "the training tasks are no longer those of"),
+        (lambda run: (checkpoints(run)[-1] / "optimizer.safetensors").unlink(), "optimizer.safetensors: not found"),
+        (lambda run: (checkpoints(run)[-1] / "state.json").unlink(), "state.json: not found; delete that folder"),
+    ],
+    ids=["world", "tasks", "optimizer", "state"],
+)
+def test_what_cannot_be_resumed_is_one_line(
+    finished: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(finished[0], run)
+    damage(run)
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(f"resume={run}", "steps=3")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_resume_makes_no_folder_but_its_own(finished: tuple[Path, str], tmp_path: Path) -> None:
+    printed = shell(f"resume={finished[0]}", f"run={tmp_path / 'litter'}", env={"PYTHONPATH": str(ROOT)})
+    assert "has already run its 2 steps" in printed
+    assert not (tmp_path / "litter").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(number: int, status: int, tmp_path: Path) -> None:
     run = tmp_path / "long"
-    process = start(*QUICK, "steps=100000", f"run={run}", "eval.tasks=3")
+    process = start(*QUICK, "steps=100000", f"run={run}", "eval.tasks=3", "checkpoint.save_every=1000")
     deadline = time.monotonic() + 120
-    while len(step_folders(run)) < 3:
+    while len(step_folders(run)) < 2:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    with pytest.raises(ConfigError, match=f"in use by process {process.pid} on"):
+        train(f"resume={run}")
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
+    assert process.returncode == status, out + err
     assert f"resume={run}" in err
     assert "Traceback" not in err
-    step = json.loads((checkpoints(run)[-1] / "state.json").read_text())["step"]
-    assert step >= 3
+    (saved,) = checkpoints(run)
+    step = json.loads((saved / "state.json").read_text())["step"]
+    assert step == len(step_folders(run)) == len(rows_of(run / "metrics.csv"))
     assert train(f"resume={run}", f"steps={step + 1}")["steps"] == step + 1
 
 

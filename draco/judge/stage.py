@@ -187,8 +187,13 @@ def read_secret(path: Path) -> bytes:
     Raises:
         ConfigError: the file is too short to be a secret.
     """
-    with contextlib.suppress(FileExistsError), open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
-        file.write(secrets.token_bytes(32))
+    if not path.is_file():
+        made = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with open(made, "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(secrets.token_bytes(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)  # whole or not there, and the first of several processes wins
+        made.unlink()
     secret = path.read_bytes()
     if len(secret) < 16:
         raise ConfigError(f"{path} holds {len(secret)} bytes, a transcript secret needs at least 16; delete the file")

@@ -1,0 +1,153 @@
+"""Forward and backward of micro-batches: what `GRPOModule.update` repeats until a batch is consumed.
+
+Everything is accumulated as sums over step tokens; nothing here divides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from draco.attention import packed_inputs
+from draco.grpo import engine_mismatch, token_loss_sum, truncated_importance_weights
+from draco.logprobs import hidden_states, output_head, step_logprobs
+from draco.options import LossOptions
+from draco.packing import MicroBatch, Row, collate, plan
+from draco.policy import Policy
+
+__all__ = ["Totals", "Worker"]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums and maxima over step tokens; of a micro-batch, a share, a batch or all ranks."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Totals) -> None:
+        """Take in another part."""
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, 0.0), value)
+
+
+class Worker:
+    """Runs rows through the policy.
+
+    Args:
+        policy: the policy; its gradients are accumulated into.
+        loss: loss options.
+        temperature: at which rollouts were sampled.
+        max_tokens: of one forward pass.
+        packed: the policy's attention is prepared for packed rows.
+        backward: runs the backward pass of a summed loss.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        loss: LossOptions,
+        *,
+        temperature: float,
+        max_tokens: int,
+        packed: bool,
+        backward: Callable[[Tensor], None],
+    ) -> None:
+        self.policy, self.loss, self.temperature = policy, loss, temperature
+        self.max_tokens, self.packed, self.backward = max_tokens, packed, backward
+        self.busy = 0.0  #: seconds spent in here
+
+    def accumulate(self, rows: Sequence[Row]) -> Totals:
+        """Add the gradient of the rows' *summed* loss to the adapter's `.grad`."""
+        started, totals = time.perf_counter(), Totals()
+        for micro in plan(rows, self.max_tokens, packed=self.packed):
+            totals.add(self._micro_batch(micro))
+        self.busy += time.perf_counter() - started
+        return totals
+
+    def remember(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with their log-probs under the current weights: before the first of several updates, which changes
+        the weights under the later shares."""
+        started = time.perf_counter()
+        found: dict[int, Tensor] = {}
+        for micro in plan(rows, self.max_tokens, packed=self.packed):
+            batch = collate(micro, self.policy.device, packed=self.packed)
+            with torch.no_grad():
+                logprobs, _ = self.logprobs(batch, with_entropy=False)
+            parts = torch.split(logprobs, [row.step_tokens for row in micro])
+            found |= {id(row): part for row, part in zip(micro, parts, strict=True)}
+        self.busy += time.perf_counter() - started
+        return [replace(row, old_logprobs=found[id(row)]) for row in rows]
+
+    def logprobs(self, batch: MicroBatch, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
+        """log π of the step tokens [N] at the sampling temperature, and their entropy."""
+        model = self.policy.model
+        weight, bias = output_head(model)
+        inputs = {} if batch.lengths is None else packed_inputs(model, batch.lengths, batch.input_ids.device)
+        hidden = hidden_states(model, batch.input_ids, **inputs).flatten(0, 1).index_select(0, batch.predicts)
+        return step_logprobs(
+            hidden, weight, batch.targets, temperature=self.temperature, bias=bias, with_entropy=with_entropy
+        )
+
+    def _micro_batch(self, rows: tuple[Row, ...]) -> Totals:
+        options, started = self.loss, time.perf_counter()
+        batch = collate(rows, self.policy.device, packed=self.packed)
+        reference = None
+        if options.kl_coef:  # before the policy's own pass, while no graph is held
+            with torch.no_grad(), self.policy.reference():
+                reference, _ = self.logprobs(batch, with_entropy=False)
+        referenced = time.perf_counter()
+        logprobs, entropy = self.logprobs(batch)
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        loss = token_loss_sum(
+            logprobs,
+            batch.advantages,
+            old_logprobs=old,
+            ref_logprobs=reference,
+            weights=truncated_importance_weights(old, batch.engine_logprobs, options.tis_cap)
+            if options.tis_cap
+            else None,
+            token_weights=batch.weights,
+            kl_coef=options.kl_coef,
+            clip_low=options.clip_low,
+            clip_high=options.clip_high,
+            dual_clip=options.dual_clip,
+        )
+        forwarded = time.perf_counter()
+        self.backward(loss.loss)
+        mismatch = engine_mismatch(old, batch.engine_logprobs)
+        values = {
+            "loss": loss.loss.detach(),
+            "kl": loss.kl,
+            "clipped": loss.clipped,
+            "dual_clipped": loss.dual_clipped,
+            "entropy": entropy.sum(),
+            "mismatch_abs": mismatch["abs"],
+            "mismatch_k3": mismatch["k3"],
+        }
+        if options.tis_cap:
+            values["tis_capped"] = (old - batch.engine_logprobs > torch.tensor(options.tis_cap).log()).sum()
+        totals = Totals()
+        totals.sums.update({name: float(value) for name, value in values.items()})
+        totals.maxima = {"ratio_max": float(loss.ratio_max), "mismatch_ratio_max": float(mismatch["ratio_max"])}
+        ended = time.perf_counter()
+        totals.sums.update(
+            {
+                "tokens": loss.tokens,
+                "trajectories": len(rows),
+                "model_tokens": batch.tokens,
+                "computed_tokens": batch.input_ids.numel(),
+                "micro_batches": 1,
+                "reference_s": referenced - started,
+                "forward_s": forwarded - referenced,
+                "backward_s": ended - forwarded,
+            }
+        )
+        return totals

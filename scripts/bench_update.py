@@ -1,0 +1,391 @@
+"""The GRPO update of draco against TRL 1.16 on the same trajectories: python scripts/bench_update.py [--quick]
+
+Both get the same model, adapter, token ids, masks and per-token advantages, and do what one batch costs: reference
+pass (adapter off), policy pass, loss with k3 KL, backward. Generation, judging and the optimizer step are in neither.
+The script fails unless loss and gradient norm agree to 1e-5; only then are the times of any interest.
+
+TRL runs in its fastest setting on a CPU: float32, its fused chunked LM head (1.16 has no other), sdpa attention, no
+gradient checkpointing, `GRPOTrainer` itself with the inputs that its generation would hand it, padded as it pads. Of
+whole-batch and one-row micro-batches the faster is taken (tried first, printed). draco runs `draco.update.Worker` as
+the trainer does.
+
+    tiny    5 layers × 128, 600 words, 24 trajectories of 100–240 tokens     the default run, scaled down
+    middle  4 layers × 256, 32,000 words, 8 trajectories of 160–1,200 tokens  the size that the targets are for
+    head    LM head and log-probs alone, 151,936 × 896                       against its bare matrix products
+
+CPU seconds are of the process, one thread, paired: the two take turns within each repeat and the median of the ratios
+counts. Memory is VmHWM of a fresh process, above what it held before the step. Needs: pip install 'draco[bench]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draco.attention import pack_attention
+from draco.logprobs import step_logprobs
+from draco.lora import fuse_lora
+from draco.options import LossOptions
+from draco.packing import Row
+from draco.types import Step, Task, Termination, Trajectory
+from draco.update import Totals, Worker
+
+TOLERANCE = 1e-5
+KL = 0.01
+LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its trajectories."""
+
+    model: dict[str, int]
+    lengths: tuple[int, ...]  #: tokens of each trajectory
+    prompt: int
+    tool_share: float  #: of the tokens after the prompt
+
+
+def _lengths(seed: int, count: int, low: int, high: int) -> tuple[int, ...]:
+    """Log-uniform: most trajectories are short, a few are long. The longest is always there."""
+    draw = random.Random(seed)
+    return (high, *(int(low * (high / low) ** draw.random()) for _ in range(count - 1)))
+
+
+SIZES = {
+    "tiny": Size(
+        {"vocab_size": 600, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 5},
+        _lengths(0, 24, 100, 240),
+        prompt=40,
+        tool_share=0.5,
+    ),
+    "middle": Size(
+        {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4},
+        _lengths(0, 8, 160, 1200),
+        prompt=120,
+        tool_share=0.6,
+    ),
+}
+HEAD_ROWS, HEAD_WIDTH, HEAD_VOCAB = 512, 896, 151_936
+
+
+def make_model(size: Size) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(**size.model, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
+    model = LlamaForCausalLM(config)
+    model.requires_grad_(False)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """The same adapter for both, not the identity: policy and reference must differ."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name:
+            scale = 0.02 if "lora_B" in name else 0.1
+            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+
+
+def trajectories(size: Size) -> list[tuple[Trajectory, tuple[float, ...]]]:
+    """Turns of an action (a step) and a tool's answer, with an advantage for every step."""
+    draw = random.Random(2)
+    found = []
+    for sample, length in enumerate(size.lengths):
+        ids = tuple(draw.randrange(size.model["vocab_size"]) for _ in range(length))
+        step_of, steps, position = [-1] * size.prompt, [], size.prompt
+        while position < length:
+            action = draw.randint(15, 45)
+            stop = min(position + action, length)
+            steps.append(Step(len(steps) + 1, (position, stop), "", "", len(steps) + 1))
+            step_of += [len(steps) - 1] * (stop - position)
+            answer = round(action * size.tool_share / (1 - size.tool_share) * draw.uniform(0.5, 1.5))
+            position = min(stop + answer, length)
+            step_of += [-1] * (position - stop)
+        trajectory = Trajectory(
+            Task("t", "", "train", "s"), sample, (), ids, tuple(step_of), tuple(0.0 for _ in ids), tuple(steps),
+            Termination.SUBMITTED, size.prompt, 0, 0,
+        )  # fmt: skip
+        found.append((trajectory, tuple(draw.gauss(0, 1) for _ in steps)))
+    return found
+
+
+class Ours:
+    """draco's worker; of the policy it needs the model, the device and the reference switch."""
+
+    name = "draco"
+
+    def __init__(self, size: Size) -> None:
+        self.model = get_peft_model(make_model(size), LoraConfig(**LORA))
+        randomise(self.model)
+        fuse_lora(self.model)
+        self.rows = [Row(t, a) for t, a in trajectories(size)]
+        self.device = torch.device("cpu")
+        packed = pack_attention(self.model)
+        self.worker = Worker(
+            cast(Any, self), LossOptions(kl_coef=KL, dual_clip=None), temperature=1.0, max_tokens=8192, packed=packed,
+            backward=lambda loss: loss.backward(),
+        )  # fmt: skip
+        self.totals = Totals()
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        with self.model.disable_adapter():
+            yield
+
+    def step(self) -> tuple[float, float]:
+        """Loss and gradient norm of one batch."""
+        self.model.zero_grad()
+        self.totals = self.worker.accumulate(self.rows)
+        tokens = self.totals.sums["tokens"]
+        return self.totals.sums["loss"] / tokens, _norm(self.model) / tokens
+
+
+class Trl:
+    """TRL's trainer, given a batch that its generation could have made."""
+
+    name = "trl"
+
+    def __init__(self, size: Size, rows_per_pass: int | None = None) -> None:
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+        from trl import GRPOConfig, GRPOTrainer
+
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")),
+            pad_token="<pad>", eos_token="<end>",
+        )  # fmt: skip
+        data = trajectories(size)
+        self.rows_per_pass = rows_per_pass or len(data)
+        config = GRPOConfig(
+            output_dir=tempfile.mkdtemp(), report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
+            beta=KL, loss_type="bnpo", per_device_train_batch_size=len(data), num_generations=len(data), temperature=1.0,
+            max_completion_length=max(size.lengths), disable_tqdm=True,
+            use_bias_correction_kl=False,  # its default multiplies KL by the ratio, which is another gradient
+        )  # fmt: skip
+        self.trainer = GRPOTrainer(
+            make_model(size), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
+            train_dataset=Dataset.from_list([{"prompt": "x"}]), processing_class=tokenizer,
+            peft_config=LoraConfig(**LORA),
+        )  # fmt: skip
+        self.model = self.trainer.model
+        randomise(self.model)
+        self.model.train()
+        self.trainer.current_gradient_accumulation_steps = 1
+        width = max(size.lengths) - size.prompt
+        prompts, completions, masks, tools, advantages = [], [], [], [], []
+        for t, a in data:
+            n = len(t.token_ids) - size.prompt
+            pad = [0] * (width - n)
+            steps = t.step_of[size.prompt :]
+            prompts.append(list(t.token_ids[: size.prompt]))
+            completions.append([*t.token_ids[size.prompt :], *pad])
+            masks.append([1] * n + pad)
+            tools.append([int(j >= 0) for j in steps] + pad)
+            advantages.append([a[j] if j >= 0 else 0.0 for j in steps] + [0.0] * len(pad))
+        self.inputs = {
+            "prompt_ids": torch.tensor(prompts),
+            "prompt_mask": torch.ones(len(data), size.prompt, dtype=torch.int64),
+            "completion_ids": torch.tensor(completions),
+            "completion_mask": torch.tensor(masks),
+            "tool_mask": torch.tensor(tools),
+            "advantages": torch.tensor(advantages),
+        }
+        self.tokens = float((self.inputs["completion_mask"] * self.inputs["tool_mask"]).sum())
+
+    def step(self) -> tuple[float, float]:
+        """As `GRPOTrainer` does it: reference log-probs under no_grad, then `compute_loss`, then backward."""
+        self.model.zero_grad()
+        loss = 0.0
+        count = len(self.inputs["prompt_ids"])
+        for start in range(0, count, self.rows_per_pass):
+            part = {k: v[start : start + self.rows_per_pass] for k, v in self.inputs.items()}
+            ids = torch.cat([part["prompt_ids"], part["completion_ids"]], 1)
+            mask = torch.cat([part["prompt_mask"], part["completion_mask"]], 1)
+            with torch.no_grad(), self.model.disable_adapter():
+                reference, _, _ = self.trainer._get_per_token_logps_and_entropies(
+                    self.model, ids, mask, part["completion_ids"].size(1)
+                )
+            value = self.trainer.compute_loss(self.model, part | {"ref_per_token_logps": reference})
+            share = float((part["completion_mask"] * part["tool_mask"]).sum()) / self.tokens
+            (value * share).backward()
+            loss += float(value) * share
+        return loss, _norm(self.model)
+
+
+def _norm(model: torch.nn.Module) -> float:
+    return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+
+
+# --- measuring ---
+
+
+def clocked(function: Callable[[], Any]) -> tuple[float, float]:
+    """CPU and wall seconds."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    function()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def fastest_trl(size: Size) -> Trl:
+    """Of the whole batch a pass and one row a pass, the one with fewer CPU seconds."""
+    found = []
+    for rows in (None, 1):
+        candidate = Trl(size, rows)
+        found.append((clocked(candidate.step)[0], candidate))
+    seconds, best = min(found, key=lambda pair: pair[0])
+    print(f"  trl, rows a pass → CPU s: {', '.join(f'{c.rows_per_pass}: {s:.2f}' for s, c in found)}")
+    del found, seconds
+    return best
+
+
+def matmul_share(step: Callable[[], Any]) -> float:
+    """Share of matrix products and attention in the time of all operations."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    events = profile.key_averages()
+    total = sum(e.self_cpu_time_total for e in events)
+    heavy = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
+    counted = sum(
+        e.self_cpu_time_total for e in events if e.key in heavy or e.key.startswith("aten::_scaled_dot_product")
+    )
+    return float(counted / total)
+
+
+def compare(name: str, repeats: int, quick: bool) -> dict[str, float]:
+    """Agreement, then paired times, of one size. Raises SystemExit when the two disagree."""
+    size = SIZES[name]
+    print(f"{name}: {len(size.lengths)} trajectories, {sum(size.lengths)} tokens, longest {max(size.lengths)}")
+    ours, trl = Ours(size), fastest_trl(size)
+    (loss, norm), (trl_loss, trl_norm) = ours.step(), trl.step()
+    errors = {"loss_rel_error": abs(loss / trl_loss - 1), "grad_rel_error": abs(norm / trl_norm - 1)}
+    print(f"  loss {loss:.8f} and {trl_loss:.8f}, gradient norm {norm:.8f} and {trl_norm:.8f}")
+    if max(errors.values()) > TOLERANCE:
+        raise SystemExit(f"draco and TRL disagree by more than {TOLERANCE}: {errors}")
+    pairs = [(clocked(ours.step), clocked(trl.step)) for _ in range(repeats)]
+    cpu = statistics.median(theirs[0] / mine[0] for mine, theirs in pairs)
+    wall = statistics.median(theirs[1] / mine[1] for mine, theirs in pairs)
+    sums = ours.totals.sums
+    shares = {"ours": matmul_share(ours.step), "trl": float("nan") if quick else matmul_share(trl.step)}
+    for i, label in enumerate(("draco", "trl")):
+        print(f"  {label:5s} CPU s {statistics.median(p[i][0] for p in pairs):.3f}"
+              f"  wall s {statistics.median(p[i][1] for p in pairs):.3f}")  # fmt: skip
+    print(f"  ratio: CPU {cpu:.2f}, wall {wall:.2f}; matmul + attention {shares['ours']:.1%} and {shares['trl']:.1%}")
+    return {
+        "cpu_ratio": cpu,
+        "wall_ratio": wall,
+        "cpu_s": statistics.median(p[0][0] for p in pairs),
+        "trl_cpu_s": statistics.median(p[1][0] for p in pairs),
+        "matmul_share": shares["ours"],
+        "trl_matmul_share": shares["trl"],
+        "trl_rows": 1 if trl.rows_per_pass == 1 else 0,
+        "padding_share": 1 - sums["model_tokens"] / sums["computed_tokens"],
+        **errors,
+    }
+
+
+def head_over_gemm(repeats: int) -> float:
+    """CPU time of log-probs with gradient over that of the two matrix products that they cannot do without."""
+    torch.manual_seed(0)
+    hidden = torch.randn(HEAD_ROWS, HEAD_WIDTH, requires_grad=True)
+    weight = torch.randn(HEAD_VOCAB, HEAD_WIDTH) * 0.03
+    targets = torch.randint(HEAD_VOCAB, (HEAD_ROWS,))
+    logits, back = torch.empty(HEAD_ROWS, HEAD_VOCAB), torch.empty(HEAD_ROWS, HEAD_WIDTH)
+    rows = hidden.detach()
+
+    def bare() -> None:
+        torch.mm(rows, weight.T, out=logits)
+        torch.mm(logits, weight, out=back)
+
+    def head() -> None:
+        logprobs, _ = step_logprobs(hidden, weight, targets)
+        torch.autograd.grad(logprobs.sum(), hidden)
+
+    bare(), head()
+    pairs = [(clocked(head)[0], clocked(bare)[0]) for _ in range(repeats)]
+    ratio = statistics.median(h / b for h, b in pairs)
+    print(f"head: {HEAD_ROWS} tokens, {HEAD_VOCAB} × {HEAD_WIDTH}")
+    print(f"  log-probs with gradient {statistics.median(p[0] for p in pairs):.3f} s, bare products "
+          f"{statistics.median(p[1] for p in pairs):.3f} s, ratio {ratio:.3f}")  # fmt: skip
+    return ratio
+
+
+def extra_memory(kind: str, size: str) -> float:
+    """Peak MiB of one step above what the process held before it; called in a fresh process."""
+    made: Ours | Trl = Ours(SIZES[size]) if kind == "draco" else Trl(SIZES[size], int(kind.removeprefix("trl")) or None)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM to what is resident now
+    before = _status("VmRSS")
+    made.step()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> float:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(field):
+            return float(line.split()[1])
+    raise SystemExit(f"/proc/self/status has no {field}: memory is measured on Linux alone")
+
+
+def memory(kind: str, size: str) -> float:
+    """`extra_memory` of a fresh process."""
+    command = [sys.executable, __file__, "--memory", kind, size]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the memory run of {kind} failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2 repeats, about a minute")
+    parser.add_argument("--repeats", type=int, default=5, help="paired repeats (default 5)")
+    parser.add_argument("--memory", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    if options.memory:
+        print(extra_memory(*options.memory))
+        return
+    repeats = 2 if options.quick else options.repeats
+    tiny, middle = (compare(name, repeats, options.quick) for name in ("tiny", "middle"))
+    head = head_over_gemm(repeats)
+    held = {kind: memory(kind, "middle") for kind in ("draco", "trl0", "trl1")}
+    theirs = held[f"trl{int(middle['trl_rows'])}"]  # in the setting that was timed
+    print(f"memory above the resident set: draco {held['draco']:.0f} MiB, trl {held['trl0']:.0f} (whole batch), "
+          f"{held['trl1']:.0f} (one row a pass)")  # fmt: skip
+    result = {
+        **{k: middle[k] for k in ("cpu_ratio", "wall_ratio", "cpu_s", "trl_cpu_s")},
+        "tiny_cpu_ratio": tiny["cpu_ratio"],
+        "memory_ratio": held["draco"] / theirs,
+        "memory_ratio_to_least": held["draco"] / min(held["trl0"], held["trl1"]),
+        **{k: middle[k] for k in ("matmul_share", "trl_matmul_share")},
+        "head_over_gemm": head,
+        "padding_share": middle["padding_share"],
+        **{k: max(tiny[k], middle[k]) for k in ("loss_rel_error", "grad_rel_error")},
+    }
+    print(json.dumps({k: float(f"{v:.4g}") if v == v else None for k, v in result.items()}))
+
+
+if __name__ == "__main__":
+    main()

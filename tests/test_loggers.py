@@ -1,0 +1,110 @@
+"""metrics.csv survives any kill; W&B sees every step once and never goes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draco.loggers import MetricsCsv, WandbMetrics, read_metrics, wandb_logger
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path) -> None:
+    first = MetricsCsv(str(tmp_path))
+    first.log_metrics({"a": 1.0, "b": 0.25}, 1)
+    first.log_metrics({"a": 2.0, "b": 0.5}, 2)
+    whole = first.path.read_bytes()
+    for length in range(len(whole) - 1, whole.index(b"\n"), -1):
+        first.path.write_bytes(whole[:length])
+        _, rows = read_metrics(first.path)
+        # Cut anywhere: each row is there as it was, or not at all.
+        assert rows == [{"step": "1", "a": "1.0", "b": "0.25"}][: whole[:length].count(b"\n") - 1]
+    first.path.write_bytes(whole[:-4])
+    again = MetricsCsv(str(tmp_path))
+    again.log_metrics({"a": 2.0, "b": 0.5}, 2)
+    assert first.path.read_bytes() == whole
+
+
+def test_later_columns_and_later_values_of_a_step(tmp_path: Path) -> None:
+    logger = MetricsCsv(str(tmp_path))
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.log_metrics({"a": 2.0, "c": 3.0}, 2)
+    logger.log_metrics({"eval/tgc": 0.5}, 2)
+    columns, rows = read_metrics(logger.path)
+    assert columns == ["step", "a", "c", "eval/tgc"]
+    assert rows == [
+        {"step": "1", "a": "1.0", "c": "", "eval/tgc": ""},
+        {"step": "2", "a": "2.0", "c": "3.0", "eval/tgc": "0.5"},
+    ]
+
+
+class FakeRun:
+    """What `wandb.init` returns; refuses what W&B drops."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def log(self, row: dict[str, float], *, step: int, commit: bool) -> None:
+        assert commit
+        assert step > (self.rows[-1][0] if self.rows else -1), "steps must be monotonically increasing"
+        self.rows.append((step, dict(row)))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    """One W&B run over all attempts, as its id is kept."""
+    run, ids = FakeRun(), []
+
+    def init(**options: Any) -> FakeRun:
+        ids.append(options["id"])
+        assert options["resume"] == "allow"
+        assert len(set(ids)) == 1
+        return run
+
+    monkeypatch.setattr("wandb.init", init)
+    return run
+
+
+def attempt(run: Path, rows: list[dict[str, Any]]) -> WandbMetrics:
+    logger = wandb_logger(str(run), mode="offline")
+    logger.start(rows)
+    return logger
+
+
+def test_training_and_evaluation_of_a_step_are_one_row(tmp_path: Path, fake: FakeRun) -> None:
+    logger = attempt(tmp_path, [])
+    for step in (1, 2):
+        logger.log_metrics({"a": step}, step)
+        if step == 2:
+            logger.log_metrics({"eval/tgc": 0.5}, step)
+    logger.finalize("success")  # Lightning's, before the closing figures
+    logger.log_metrics({"summary/x": 1.0}, 2)
+    logger.close()
+    assert fake.rows == [(1, {"a": 1}), (2, {"a": 2, "eval/tgc": 0.5, "summary/x": 1.0})]
+    assert fake.finished == 1
+
+
+def test_a_kill_behind_the_checkpoint_sends_no_step_twice(tmp_path: Path, fake: FakeRun) -> None:
+    first = attempt(tmp_path, [])
+    for step in range(1, 6):
+        first.log_metrics({"a": step}, step)  # killed here: 1 to 4 are sent
+    second = attempt(tmp_path, [{"step": "1", "a": "1"}, {"step": "2", "a": "2"}])  # the checkpoint was at 2
+    for step in range(3, 8):
+        second.log_metrics({"a": step}, step)
+    second.close()
+    assert fake.rows == [(s, {"a": s}) for s in range(1, 8)]
+
+
+def test_steps_that_a_kill_kept_from_wandb_come_from_the_file(tmp_path: Path, fake: FakeRun) -> None:
+    first = attempt(tmp_path, [])
+    first.log_metrics({"a": 1}, 1)
+    first.log_metrics({"a": 2}, 2)  # killed here: only 1 is sent, the checkpoint is at 2
+    second = attempt(tmp_path, [{"step": "1", "a": "1"}, {"step": "2", "a": "2", "b": ""}])
+    second.log_metrics({"a": 3}, 3)
+    second.close()
+    assert fake.rows == [(1, {"a": 1}), (2, {"a": 2.0}), (3, {"a": 3})]
