@@ -78,7 +78,7 @@ class Options:
     drill: int = 220  #: updates on repeated names and numbers, where copying is learned
     clean: int = 400  #: updates on clean tasks of the families
     broad: int = 250  #: updates on clean tasks of any mix of sub-goals
-    faulty: int = 150  #: updates on tasks with faults
+    faulty: int = 500  #: updates on tasks with faults
     batch: int = 32  #: episodes an update
     lr: float = 3e-3  #: peak
     threads: int = 1
@@ -428,7 +428,7 @@ def main(words: Sequence[str]) -> None:
     if opt.faulty:
         erring = Teacher(tok, f"faulty {opt.seed}")
         faulty = batches(lambda: erring.mixed(RATES), erring.rng, opt.faulty, opt.batch)
-        clone(model, faulty, opt.faulty, opt.lr / 4, "faulty")
+        clone(model, faulty, opt.faulty, opt.lr / 2, "faulty")
     out = Path(opt.out)
     tok.save_pretrained(out)
     model.save_pretrained(out)
