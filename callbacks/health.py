@@ -32,15 +32,20 @@ class Health(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._started = time.perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, GRPOModule)
         assert pl_module.record is not None
         metrics = pl_module.record.metrics
         total = time.perf_counter() - self._started
-        update = metrics["time/update_s"]
+        update, waited = metrics["time/update_s"], metrics["time/wait_s"]
+        rollout = min(metrics.get("time/rollout_s", 0.0), waited)
+        parts = {"rollout": rollout, "judge": waited - rollout, "update": update, "other": total - waited - update}
         metrics |= {
             "time/step_s": total,
+            **{f"time/{name}_share": max(seconds, 0.0) / total for name, seconds in parts.items()},
             "update/tokens_per_s": metrics["update/model_tokens"] / update if update else 0.0,
             "health/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }

@@ -49,8 +49,9 @@ def _forward(self: Linear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         or not x.dtype == base.weight.dtype == self.lora_A[name].weight.dtype
         or torch.is_autocast_enabled(x.device.type)
     ):
-        return cast(Tensor, Linear.forward(self, x, *args, **kwargs))
-    a, b, scale = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+        return Linear.forward(self, x, *args, **kwargs)
+    a, b = cast(Tensor, self.lora_A[name].weight), cast(Tensor, self.lora_B[name].weight)
+    scale = self.scaling[name]
     if torch.is_grad_enabled():
         return cast(Tensor, _LoraLinear.apply(x, base.weight, base.bias, a, b, scale))  # type: ignore[no-untyped-call]
     return _product(x.flatten(0, -2), base.weight, base.bias, a, b, scale)[0].view(*x.shape[:-1], -1)

@@ -157,7 +157,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         Interrupted: a signal did.
     """
     run = Path(config.run)
-    with listening(), locked(run) if rank_zero_only.rank == 0 else nullcontext():
+    with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
         return _train(config, run)
 
 
