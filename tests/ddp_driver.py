@@ -91,7 +91,7 @@ def replay(run: Path, ranks: int, updates: int) -> dict[str, Any]:
     seen: list[torch.Tensor] = []
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        built = RecordingSGD(parameters, lr=0.5)
+        built = RecordingSGD(parameters, lr=0.05)
         built.seen = seen
         return built
 

@@ -127,7 +127,7 @@ def trained(new_policy: Callable[[], Policy], credits: list[Credit], lr: float, 
 
 
 def test_later_shares_use_the_log_probs_from_before_the_first_step(new_policy: Callable[[], Policy]) -> None:
-    lr, loss = 20.0, LossOptions()
+    lr, loss = 2.0, LossOptions()
     policy = new_policy()
     credits = credits_of(policy)
     with torch.no_grad():
