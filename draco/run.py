@@ -6,6 +6,7 @@ Everything that can be wrong with the configuration is found before the first ro
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import warnings
 from contextlib import nullcontext
@@ -180,6 +181,7 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
         prepare(run, overwrite=config.overwrite)
     write_config(config, run)
     _quiet_libraries()
+    _share_cores(config.threads)
     seed_everything(config.seed, workers=False, verbose=False)
     parts = build(config)
     module = parts.module
@@ -316,6 +318,15 @@ def _missed_evaluation(config: DictConfig, parts: Parts, held_out: EvalLoader, r
     for logger in loggers:
         logger.log_metrics(evaluation_metrics(content), step=step)
     write_json(evaluation_file(run, step), content)
+
+
+def _share_cores(threads: int | None) -> None:
+    """Rollouts on this thread and judging on the loop's thread share the interpreter."""
+    if threads:
+        torch.set_num_threads(threads)
+    # Every small tensor operation gives the interpreter up and gets it back one switch interval later at worst: with the
+    # default of 5 ms a busy judge would hold up generation for most of a step.
+    sys.setswitchinterval(5e-4)
 
 
 def _quiet_libraries() -> None:
