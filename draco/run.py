@@ -324,8 +324,8 @@ def _share_cores(threads: int | None) -> None:
     """Rollouts on this thread and judging on the loop's thread share the interpreter."""
     if threads:
         torch.set_num_threads(threads)
-    # Every small tensor operation gives the interpreter up and gets it back one switch interval later at worst: with the
-    # default of 5 ms a busy judge would hold up generation for most of a step.
+    # Every small tensor operation gives the interpreter up and gets it back one switch interval later at worst: with
+    # the default of 5 ms a busy judge would hold up generation for most of a step.
     sys.setswitchinterval(5e-4)
 
 

@@ -347,7 +347,8 @@ def test_configurations_build_their_stage(name: str) -> None:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    config = OmegaConf.create({"seed": 3, "env": {"evaluator": {"_target_": "test_judge_stage.ByEndState"}}})
+    evaluator = {"_target_": "test_judge_stage.ByEndState"}
+    config = OmegaConf.create({"seed": 3, "env": {"evaluator": evaluator}, "update": {"order": "batch"}})
     config.judge = OmegaConf.load(CONF / "judge" / "scripted.yaml")
     config.rubric = OmegaConf.load(CONF / "rubric" / f"{name}.yaml")
     stage = instantiate(config.rubric.stage)
