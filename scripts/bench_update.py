@@ -7,7 +7,7 @@ The script fails unless loss and gradient norm agree to 1e-5; only then are the 
 TRL runs in its fastest setting on a CPU: float32, its fused chunked LM head (1.16 has no other), sdpa attention, no
 gradient checkpointing, `GRPOTrainer` itself with the inputs that its generation would hand it, padded as it pads. Of
 whole-batch and one-row micro-batches the faster is taken (tried first, printed). draco runs `draco.update.Worker` as
-the trainer does.
+the trainer does, with as many tokens a pass as TRL's longest row has (at least 1,024).
 
     tiny    5 layers × 128, 600 words, 24 trajectories of 100–240 tokens     the default run, scaled down
     middle  4 layers × 256, 32,000 words, 8 trajectories of 160–1,200 tokens  the size that the targets are for
@@ -147,7 +147,8 @@ class Ours:
         self.device = torch.device("cpu")
         packed = pack_attention(self.model)
         self.worker = Worker(
-            cast(Any, self), LossOptions(kl_coef=KL, dual_clip=None), temperature=1.0, max_tokens=8192, packed=packed,
+            cast(Any, self), LossOptions(kl_coef=KL, dual_clip=None), temperature=1.0, packed=packed,
+            max_tokens=max(1024, *size.lengths),  # of one pass: about what TRL's longest row holds
             backward=torch.autograd.backward,
         )  # fmt: skip
         self.totals = Totals()
