@@ -121,7 +121,7 @@ class Policy(nn.Module):
 
     def adapter_state(self) -> dict[str, Tensor]:
         """LoRA weights under PEFT's file names."""
-        return cast("dict[str, Tensor]", get_peft_model_state_dict(self.model))
+        return cast("dict[str, Tensor]", get_peft_model_state_dict(self.model, save_embedding_layers=False))
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
