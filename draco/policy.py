@@ -154,7 +154,9 @@ class Policy(nn.Module):
         """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename)."""
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        self.model.save_pretrained(str(temporary), safe_serialization=True, selected_adapters=[_TRAINED])
+        self.model.save_pretrained(
+            str(temporary), safe_serialization=True, selected_adapters=[_TRAINED], save_embedding_layers=False
+        )
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
