@@ -8,6 +8,7 @@ appends the gap tokens. `termination` is set once the episode has ended.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class Rollout:
         self._reminded = False
         self._end_state = ""
         self._started = time.monotonic()
+        self._deadline = self._started + limits.deadline_s if limits.deadline_s else math.inf
         self._env_s = 0.0
         stop = episode.format.stop
         self._stop, self._may_finish = stop, chat.may_finish(stop) if stop else frozenset()
@@ -111,7 +113,7 @@ class Rollout:
 
     def overdue(self) -> bool:
         """True past the wall-clock deadline."""
-        return 0 < self.limits.deadline_s < time.monotonic() - self._started
+        return self._deadline < math.inf and time.monotonic() > self._deadline
 
     def _at_stop(self) -> bool:
         window = self.chat.decode(self.token_ids[max(self._turn_start, len(self.token_ids) - _WINDOW) :])

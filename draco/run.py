@@ -87,11 +87,9 @@ def build(config: DictConfig) -> Parts:
         )
     environment: Environment = instantiate(config.env.environment)
     evaluator: Evaluator | None = instantiate(config.env.get("evaluator"))
-    rollout = instantiate(
-        config.rollout,
-        environment=environment,
-        engine=instantiate(config.engine),
-        limits=instantiate(config.limits),
+    # Called here and not by Hydra, which would turn the frozen limits into a configuration node, slow to read.
+    rollout = instantiate(config.rollout, _partial_=True)(
+        environment=environment, engine=instantiate(config.engine), limits=instantiate(config.limits)
     )
     rubric = instantiate(config.rubric.stage)
     credit = instantiate(config.credit.stage)
@@ -181,7 +179,9 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
         prepare(run, overwrite=config.overwrite)
     write_config(config, run)
     _quiet_libraries()
-    _share_cores(config.threads)
+    # Generation (this thread) and judging (the loop's) share the interpreter. Every small tensor operation gives it up
+    # and gets it back one switch interval later at worst: with the default of 5 ms a busy judge holds generation up.
+    sys.setswitchinterval(5e-4)
     seed_everything(config.seed, workers=False, verbose=False)
     parts = build(config)
     module = parts.module
@@ -318,15 +318,6 @@ def _missed_evaluation(config: DictConfig, parts: Parts, held_out: EvalLoader, r
     for logger in loggers:
         logger.log_metrics(evaluation_metrics(content), step=step)
     write_json(evaluation_file(run, step), content)
-
-
-def _share_cores(threads: int | None) -> None:
-    """Rollouts on this thread and judging on the loop's thread share the interpreter."""
-    if threads:
-        torch.set_num_threads(threads)
-    # Every small tensor operation gives the interpreter up and gets it back one switch interval later at worst: with
-    # the default of 5 ms a busy judge would hold up generation for most of a step.
-    sys.setswitchinterval(5e-4)
 
 
 def _quiet_libraries() -> None:

@@ -12,9 +12,12 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.credit.step import StepLevelCredit
+from callbacks.rollout import AgentRollout
 from callbacks.rubric.dynamic import DynamicRubric
+from draco.agent import Limits
+from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, StageError
-from draco.module import GRPOModule
+from draco.module import GRPOModule, LossOptions
 from draco.run import build
 from draco.runfolder import prepare, redacted, resume_config
 
@@ -96,6 +99,14 @@ def test_the_scripted_judge_refuses_another_environment() -> None:
 def test_step_credit_without_citations_warns(caplog: pytest.LogCaptureFixture) -> None:
     build_with(configuration("rubric=outcome", "credit=step"))
     assert "rubric=outcome does not give" in caplog.text.replace("which ", "")
+
+
+def test_parts_are_objects_and_no_configuration_nodes() -> None:
+    parts = build_with(configuration())
+    rollout = next(c for c in parts.callbacks if isinstance(c, AgentRollout))
+    assert type(rollout.limits) is Limits
+    assert type(rollout.environment) is DeskEnvironment
+    assert type(parts.module.loss_options) is LossOptions
 
 
 def test_default_is_dynamic_step() -> None:

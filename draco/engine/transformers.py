@@ -32,18 +32,25 @@ class TransformersEngine:
     Args:
         max_batch: rollouts decoded together; further ones wait.
         env_threads: worker threads that step environments; 0 steps them on the caller's thread.
+        threads: torch's CPU threads while generating; None leaves them. One token a row is too little work for several
+            threads when the model is small, and judging goes on meanwhile.
     """
 
-    def __init__(self, max_batch: int = 256, env_threads: int = 0) -> None:
+    def __init__(self, max_batch: int = 256, env_threads: int = 0, threads: int | None = None) -> None:
         if max_batch < 1:
             raise ConfigError(f"engine.max_batch is {max_batch}; expected an integer ≥ 1")
-        self.max_batch = max_batch
+        self.max_batch, self.threads = max_batch, threads
         self._pool = ThreadPoolExecutor(env_threads) if env_threads else None
 
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
         """Yield each rollout as it ends. `temperature` > 0, or 0 for greedy decoding."""
-        for start in range(0, len(rollouts), self.max_batch):
-            yield from self._lockstep(policy, list(rollouts[start : start + self.max_batch]), temperature)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads or before)
+        try:
+            for start in range(0, len(rollouts), self.max_batch):
+                yield from self._lockstep(policy, list(rollouts[start : start + self.max_batch]), temperature)
+        finally:
+            torch.set_num_threads(before)
 
     @torch.inference_mode()
     def _lockstep(self, policy: Policy, rows: list[Rollout], temperature: float) -> Iterator[Rollout]:
