@@ -124,7 +124,7 @@ LETTERS = {
 
 
 def phrases() -> list[str]:
-    """Everything that is one token beyond bytes: syllables, the frame of every call, words of prompts and answers."""
+    """Everything that is one token beyond bytes: names, numbers, call frames, words of prompts and answers."""
     frames = ['")</code>', ")</code>", '"}}</tool_call>', "}}</tool_call>", '", slot="t', '", to="k']
     frames.append(f'{CODE.open}apis.pay.send(to="k')
     for api, params in APIS.items():
