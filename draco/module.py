@@ -222,6 +222,7 @@ class GRPOModule(LightningModule):
                         parameter.grad.div_(denominator)
                 norm = float(clip_grad_norm_(parameters, self.update_options.grad_clip))
                 if _finite(norm) and _finite(loss):
+                    self._set_learning_rate()
                     optimizer.step()  # type: ignore[union-attr]
                     self.policy.version += 1
                     self.bad_steps = 0
@@ -229,6 +230,11 @@ class GRPOModule(LightningModule):
                     self.bad_steps += 1
             optimizer.zero_grad()  # type: ignore[union-attr]
         return norm
+
+    def _set_learning_rate(self) -> None:
+        """A function of the batch counter alone: nothing of it needs to be saved."""
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.update_options.lr_factor(self.batches_done)
 
     def _complete_record(self, totals: Totals, grad_norm: float, times: dict[str, float]) -> None:
         """Fill the record with what every rank has; rank 0 writes it."""
@@ -250,6 +256,7 @@ class GRPOModule(LightningModule):
         self.record.metrics |= merge_metrics(metrics)
         self.record.metrics |= {
             "update/bad_steps": float(self.bad_steps),
+            "update/lr": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
             **{f"time/{name}": whole.sums[name] / ranks for name in ("reference_s", "forward_s", "backward_s")},
         }
 

@@ -65,12 +65,15 @@ class UpdateOptions:
     packing: Literal["auto", "off"] = "auto"  #: off: one trajectory a row for every model
     updates_per_batch: int = 1  #: optimizer steps; a batch's groups are split into as many shares
     grad_clip: float = 1.0
+    decay_steps: int = 0  #: the learning rate falls linearly to 0 over this many batches; 0 = constant (the paper)
     max_bad_steps: int = 3  #: non-finite steps in a row that stop the run
 
     def __post_init__(self) -> None:
         _one_of("update.order", self.order, ("batch", "arrival"))
         _one_of("update.packing", self.packing, ("auto", "off"))
-        for name, minimum in (("micro_batch_tokens", 1), ("updates_per_batch", 1), ("max_bad_steps", 1)):
+        for name, minimum in (
+            ("micro_batch_tokens", 1), ("updates_per_batch", 1), ("max_bad_steps", 1), ("decay_steps", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or value < minimum:
                 raise ConfigError(f"update.{name} is {value}; expected an integer ≥ {minimum}")
@@ -79,6 +82,10 @@ class UpdateOptions:
                 "update.updates_per_batch > 1 needs update.order=batch: the old log-probs of the later shares are "
                 "taken before the first step, when every group must be there"
             )
+
+    def lr_factor(self, batches_done: int) -> float:
+        """What the learning rate is multiplied by in the batch after so many: 1, or falling from 1 towards 0."""
+        return max(0.0, 1.0 - batches_done / self.decay_steps) if self.decay_steps else 1.0
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
