@@ -71,6 +71,7 @@ class GRPOModule(LightningModule):
         self.temperature, self.evaluator = temperature, evaluator
         self.batches_done = 0  #: our batch counter: the x axis of every log
         self.bad_steps = 0  #: non-finite steps in a row
+        self.lr = 0.0  #: of the last optimizer step
         #: weights, optimizer and counters belong to `batches_done`, whose archive and metrics are written
         self.whole = True
         self.record: StepRecord | None = None
@@ -222,7 +223,7 @@ class GRPOModule(LightningModule):
                         parameter.grad.div_(denominator)
                 norm = float(clip_grad_norm_(parameters, self.update_options.grad_clip))
                 if _finite(norm) and _finite(loss):
-                    self._set_learning_rate()
+                    self._set_learning_rate(optimizer.param_groups)  # type: ignore[union-attr]
                     optimizer.step()  # type: ignore[union-attr]
                     self.policy.version += 1
                     self.bad_steps = 0
@@ -231,10 +232,12 @@ class GRPOModule(LightningModule):
             optimizer.zero_grad()  # type: ignore[union-attr]
         return norm
 
-    def _set_learning_rate(self) -> None:
+    def _set_learning_rate(self, groups: list[dict[str, Any]]) -> None:
         """A function of the batch counter alone: nothing of it needs to be saved."""
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.update_options.lr_factor(self.batches_done)
+        factor = self.update_options.lr_factor(self.batches_done)
+        for group in groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        self.lr = groups[0]["lr"]
 
     def _complete_record(self, totals: Totals, grad_norm: float, times: dict[str, float]) -> None:
         """Fill the record with what every rank has; rank 0 writes it."""
@@ -256,7 +259,7 @@ class GRPOModule(LightningModule):
         self.record.metrics |= merge_metrics(metrics)
         self.record.metrics |= {
             "update/bad_steps": float(self.bad_steps),
-            "update/lr": self.optimizers().param_groups[0]["lr"],  # type: ignore[union-attr]
+            "update/lr": self.lr,
             **{f"time/{name}": whole.sums[name] / ranks for name in ("reference_s", "forward_s", "backward_s")},
         }
 

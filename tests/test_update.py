@@ -159,6 +159,21 @@ def test_a_share_without_groups_makes_no_step(new_policy: Callable[[], Policy]) 
     assert (module.batches_done, module.policy.version) == (1, 1)
 
 
+def test_the_learning_rate_falls_linearly_over_decay_steps(new_policy: Callable[[], Policy]) -> None:
+    assert [UpdateOptions(decay_steps=4).lr_factor(k) for k in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert [UpdateOptions().lr_factor(k) for k in (0, 10**6)] == [1.0, 1.0]
+    credits = credits_of(new_policy())
+    module = prepared(new_policy, update=UpdateOptions(decay_steps=4))
+    optimizer = torch.optim.SGD(module.trainable(), lr=0.8)
+    module.optimizers = lambda: optimizer  # type: ignore[method-assign,assignment]
+    rates = []
+    for done in (0, 1, 3):
+        module.batches_done, module.record = done, StepRecord(done)
+        module.update(credits)
+        rates.append((module.record.metrics["update/lr"], optimizer.param_groups[0]["lr"]))
+    assert rates == [(pytest.approx(r), pytest.approx(r)) for r in (0.8, 0.6, 0.2)]
+
+
 def test_nan_shows_in_the_norm_whichever_share_it_is_in(new_policy: Callable[[], Policy]) -> None:
     credits = credits_of(new_policy(), groups=2)
     bad = credits[0]
