@@ -5,9 +5,11 @@
     python scripts/build_tiny_policy.py measure=draco/policies/tiny split=test_challenge
 
 A drill teaches copying; clean demonstrations of the families follow, then clean ones of any mix of sub-goals, then
-faulty ones with one fixed rate a fault. Every mistake is a choice at one token that later training can unlearn, not an
-inability. Like any language model the clone has seen all words before: demonstrations draw names and numbers from all
-pools, with fresh seeds. They never are the tasks of a split. Deterministic on one machine at one thread.
+faulty ones with one fixed rate a fault. In the last a turn is now and then garbled and repeated: what was garbled is
+not learned, going on after it is (a clone that has seen no slip does not recover from one). Every mistake is a
+choice at one token that later training can unlearn, not an inability. Like any language model the clone has seen all
+words before: demonstrations draw names and numbers from all pools, with fresh seeds. They never are the tasks of a
+split. Deterministic on one machine at one thread.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ TEMPLATE = (
 RATES = {
     "skips_pages": 0.14,
     "restates_secret": 0.22,
-    "wrong_recipient": 0.20,
+    "wrong_recipient": 0.18,
     "wrong_amount": 0.13,
-    "duplicates": 0.05,
+    "duplicates": 0.035,
     "forgets_confirmation": 0.08,
-    "stops_early": 0.05,
+    "stops_early": 0.03,
 }
+#: chance of a garbled turn before a turn of the scripted agent
+SLIPS = 0.04
 #: sub-goals about a list that the whole office shares
 ONCE = frozenset({"approve", "clean", "purge"})
 CODE_KINDS = ("pay", "bill", "approve", "clean", "note", "book", "share", "purge", "vault")
@@ -137,6 +141,7 @@ def phrases() -> list[str]:
         for last, param, quote in zip(quotes, params[1:], quotes[1:], strict=False):
             frames += [f"{last}, {param}={quote}", f'{last}, "{param}": {quote}']
     texts = [word for text in (SENTENCES, OBSERVED, ERRORS) for word in text.split("|")]
+    texts += [CODE.reminder, TOOL_CALL.reminder]
     return list(dict.fromkeys([*WORDS, *frames, f". {RULES}", *(f" {app}" for app in APPS), *texts]))
 
 
@@ -218,7 +223,7 @@ class Teacher:
         self._families = SPLITS["train"].families
         self._words = [tok.get_vocab()[word] for word in WORDS]
 
-    def episode(self, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
+    def episode(self, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
         """One episode of a random family: half the time as its tasks are, else of 1 to 4 of its sub-goals at random."""
         rng = self.rng
         family, level = rng.choice(self._families), rng.randint(1, 3)
@@ -228,16 +233,16 @@ class Teacher:
             # Lists occur once a task.
             drawn = rng.choices(order, k=rng.randint(1, 4))
             order = [kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i]]
-        return self._demonstrate(compose("fresh", EVERY, "fresh", family, tuple(order), level, rng), rates)
+        return self._demonstrate(compose("fresh", EVERY, "fresh", family, tuple(order), level, rng), rates, slips)
 
-    def mixed(self, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
+    def mixed(self, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
         """One episode of 1 to 4 sub-goals of any kind that goes with code, or half the time of a family."""
         rng = self.rng
         if rng.random() < 0.5:
-            return self.episode(rates)
+            return self.episode(rates, slips)
         drawn = rng.choices(CODE_KINDS, k=rng.randint(1, 4))
         order = tuple(kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i])
-        return self._demonstrate(compose("fresh", EVERY, "fresh", ANY, order, rng.randint(1, 3), rng), rates)
+        return self._demonstrate(compose("fresh", EVERY, "fresh", ANY, order, rng.randint(1, 3), rng), rates, slips)
 
     def drill(self, width: int = 64) -> tuple[list[int], list[bool]]:
         """A short random string of names and numbers, again and again: all but its first round can be copied."""
@@ -246,25 +251,62 @@ class Teacher:
         ids = [*before, *words * (width // len(words) + 1)][:width]
         return ids, [i > len(before) + len(words) for i in range(width)]
 
-    def _demonstrate(self, gold: Plan, rates: dict[str, float]) -> tuple[list[int], list[bool]]:
+    def _demonstrate(self, gold: Plan, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
         episode, agent = DeskEpisode(gold), Agent(gold, rates, self.rng)
         ids = opening_ids(self._tok, episode)
         own = [False] * len(ids)
         observed: list[str] = []
+        turns: list[str] = []
+
+        def add(said: list[int], answers: Sequence[str], mine: bool) -> None:
+            # A code turn is cut at its stop string, so its end mark is glue; a turn of function calls ends itself.
+            ends = mine and not episode.format.stop
+            glue = glue_ids(self._tok, answers)
+            ids.extend([*said, self._tok.eos_token_id, *glue])
+            own.extend([*[mine] * len(said), ends, *[False] * len(glue)])
+
         while not agent.done:
             turn = agent.turn(observed)
             said = self._tok.encode(turn)
-            # A code turn is cut at its stop string, so its end mark is glue; a turn of function calls ends itself.
-            cut = bool(episode.format.stop)
-            observed = list(episode.step([a.body for a in episode.format.parse(turn)]).observations)
-            ids += [*said, self._tok.eos_token_id]
-            own += [True] * len(said) + [not cut]
-            glue = glue_ids(self._tok, observed)
-            ids += glue
-            own += [False] * len(glue)
+            if slips and self.rng.random() < slips:
+                text, garbled, answers = self._slip(said, gold, turns)
+                add(garbled, answers, mine=False)
+                self._answers(text, episode)
+                turns.append(text)
+            observed = self._answers(turn, episode)
+            turns.append(turn)
+            add(said, observed, mine=True)
         # Nothing is sampled after the completion call.
         last = max(i for i, mine in enumerate(own) if mine) + 1
         return ids[:last], own[:last]
+
+    def _slip(self, said: list[int], gold: Plan, before: Sequence[str]) -> tuple[str, list[int], list[str]]:
+        """A garbled turn that changes nothing, its tokens and the answers: a token wrong or gone, or the start gone."""
+        for _ in range(4):
+            garbled, at = list(said), self.rng.randrange(len(said))
+            if self.rng.random() < 0.5:
+                garbled[at] = self.rng.choice(self._words)
+            elif self.rng.random() < 0.5:
+                del garbled[at]
+            else:
+                garbled = garbled[at + 1 :]
+            text = str(self._tok.decode(garbled))
+            trial = DeskEpisode(gold)
+            for turn in before:
+                self._answers(turn, trial)
+            answers = self._answers(text, trial)
+            if garbled != said and all(a.startswith(("error: ", "none", "No ")) for a in answers):
+                return text, garbled, answers
+        return "", [], [gold.style.reminder]
+
+    @staticmethod
+    def _answers(turn: str, episode: DeskEpisode) -> list[str]:
+        """What the episode says to a turn."""
+        actions = [a.body for a in episode.format.parse(turn)]
+        if not actions:
+            episode.idle()
+            return [episode.format.reminder]
+        return list(episode.step(actions).observations)
 
 
 def opening_ids(tok: PreTrainedTokenizerFast, episode: DeskEpisode) -> list[int]:
@@ -427,7 +469,7 @@ def main(words: Sequence[str]) -> None:
         print(json.dumps(measure(model, tok, opt.split), indent=1))
     if opt.faulty:
         erring = Teacher(tok, f"faulty {opt.seed}")
-        faulty = batches(lambda: erring.mixed(RATES), erring.rng, opt.faulty, opt.batch)
+        faulty = batches(lambda: erring.mixed(RATES, SLIPS), erring.rng, opt.faulty, opt.batch)
         clone(model, faulty, opt.faulty, opt.lr / 2, "faulty")
     out = Path(opt.out)
     tok.save_pretrained(out)
