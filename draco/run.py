@@ -187,7 +187,8 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
     module = parts.module
     rubric = find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
     if hasattr(rubric, "bind"):
-        rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"))
+        rank = getattr(rank_zero_only, "rank", 0)
+        rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"), run, config.seed, rank)
     module.configure_model()
     loader, held_out = _loaders(config, parts)
     trainer, loggers = _trainer(config, parts, run)
