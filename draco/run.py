@@ -186,9 +186,11 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
     parts = build(config)
     module = parts.module
     rubric = find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
+    rank = getattr(rank_zero_only, "rank", 0)
     if hasattr(rubric, "bind"):
-        rank = getattr(rank_zero_only, "rank", 0)
         rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"), run, config.seed, rank)
+    if step < config.steps and hasattr(rubric, "check") and rank == 0:
+        rubric.check()  # before anything large is loaded
     module.configure_model()
     loader, held_out = _loaders(config, parts)
     trainer, loggers = _trainer(config, parts, run)
