@@ -151,11 +151,7 @@ def made_up_reply(body: dict[str, Any]) -> str:
             {"verdicts": [{"title": t, "evidence": "e", "justification": "j", "score": v} for t, v in verdicts]}
         )
     return json.dumps(
-        {
-            "attributions": [
-                {"title": t, "explanation": "x", "verdict": v, "relevant_steps": [1]} for t, v in verdicts
-            ]
-        }
+        {"attributions": [{"title": t, "explanation": "x", "verdict": v, "relevant_steps": [1]} for t, v in verdicts]}
     )
 
 

@@ -216,7 +216,7 @@ def test_a_fault_that_passes_changes_no_verdict(bench: Bench, clean: Any, name: 
     judgement = bench.judge(**options_of(name))
     assert judgement.failures == ()
     assert verdicts(judgement) == clean
-    assert {n for n in bench.asked.values()} == {1 if name in HARMLESS else 2}
+    assert set(bench.asked.values()) == {1 if name in HARMLESS else 2}
     assert judgement.metrics["judge/failed"] == 0
 
 
@@ -266,7 +266,9 @@ def test_a_faulty_reply_is_quoted_in_part_only(bench: Bench) -> None:
 
 
 RIGHT = {
-    "score": {"verdicts": [{"title": c.title, "evidence": "e [", "justification": "it's", "score": -1} for c in CRITERIA]},
+    "score": {
+        "verdicts": [{"title": c.title, "evidence": "e [", "justification": "it's", "score": -1} for c in CRITERIA]
+    },
     "attribute": {
         "attributions": [
             {"title": c.title, "explanation": "x {y}", "verdict": -1, "relevant_steps": [2, 12]} for c in CRITERIA

@@ -15,9 +15,7 @@ __all__ = ["ping"]
 _CRITERION = Criterion(
     "Says hello first", "The agent greets the user in its first turn.", "Pass if step 1 holds a greeting."
 )
-_TRANSCRIPT = (
-    "[system]\nYou are an agent.\n[user]\nGreet me.\n[step 1] action:\nHello!\n[transcript ends]\n"
-)
+_TRANSCRIPT = "[system]\nYou are an agent.\n[user]\nGreet me.\n[step 1] action:\nHello!\n[transcript ends]\n"
 
 
 async def ping(client: JudgeClient) -> CallRecord:

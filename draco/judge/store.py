@@ -26,7 +26,7 @@ from typing import Any
 from draco.errors import ConfigError
 from draco.judge.records import CallRecord
 
-__all__ = ["CacheMode", "Ledger", "Stored", "Store", "key_of"]
+__all__ = ["Ledger", "Store", "Stored", "key_of"]
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB NOT NULL, facts TEXT NOT NULL) WITHOUT ROWID;

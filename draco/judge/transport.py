@@ -170,9 +170,7 @@ class Transport:
         each, output, cached = (None if info.get(name) is None else info[name] * 1e6 for name in names)
         return None if each is None or output is None else Prices(each, output, cached)
 
-    async def send(
-        self, endpoint: Endpoint, messages: list[dict[str, str]], phase: str, timeout_s: float
-    ) -> Reply:
+    async def send(self, endpoint: Endpoint, messages: list[dict[str, str]], phase: str, timeout_s: float) -> Reply:
         """Make one request.
 
         Raises:
@@ -247,7 +245,7 @@ class Transport:
 
 
 def _retry_after(error: Exception) -> float:
-    """Seconds that the provider asked to wait: Retry-After as a number or a date, or retry-after-ms; an hour at most."""
+    """Seconds that the provider asked to wait, an hour at most: Retry-After (a number or a date) or retry-after-ms."""
     sources = (
         getattr(error, "litellm_response_headers", None),
         getattr(error, "headers", None),
