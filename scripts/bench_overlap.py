@@ -7,8 +7,8 @@ time. The step's wall time stands beside
                 propose_rollout × G → merge → score × G → attribute × G) and the concurrency limit: no software cost
     one phase after another       the same calls, measured: all rollouts first, then each kind of call for all groups
 
-Full: 16 × 6 rollouts over 30 s, judges of 2 s and 6 s a call, 64 calls at once. Quick: 4 × 3 rollouts over 6 s, judges
-of 1 s and 2 s, 16 calls at once. The target is wall ≤ 1.1 × bound. Prints a table and, as the last line, one JSON
+Full: 16 × 6 rollouts over 30 s, judges of 2 s and 6 s a call, 64 calls at once. Quick: 8 × 3 rollouts over 6 s, judges
+of 1 s and 2 s, 12 calls at once. The target is wall ≤ 1.1 × bound. Prints a table and, as the last line, one JSON
 object; `wall_over_bound` is the worse of the two judges, `speedup` the smaller gain over phase after phase.
 """
 
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small schedule, well under a minute")
     quick = parser.parse_args().quick
     settings = [
-        Setting(4, 3, 6.0, 16, call_s) if quick else Setting(16, 6, 30.0, 64, call_s)
+        Setting(8, 3, 6.0, 12, call_s) if quick else Setting(16, 6, 30.0, 64, call_s)
         for call_s in ((1.0, 2.0) if quick else (2.0, 6.0))
     ]
     table = Table(title="one step, seconds")
