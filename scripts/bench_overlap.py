@@ -29,8 +29,7 @@ from typing import Any
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +38,8 @@ from callbacks.rubric.dynamic import DynamicRubric
 from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
 from draco.types import Group, Message, Step, Task, Termination, Trajectory
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,9 @@ BUSY = EXC.ServiceUnavailableError("busy", "fake-judge", "m")
 
 def test_a_fallback_answers_where_the_judge_does_not(fake: FakeJudge) -> None:
     replies = {"m": BUSY, "n": EXC.ContextWindowExceededError("long", "n", "fake-judge"), "o": GOOD}
-    value, records = served(fake, lambda model, n: replies[model], fallbacks=["fake-judge/n", {"model": "fake-judge/o"}])
+    value, records = served(
+        fake, lambda model, n: replies[model], fallbacks=["fake-judge/n", {"model": "fake-judge/o"}]
+    )
     assert [v.score for v in value] == [-1]
     assert [(r.model[-1], r.outcome) for r in records] == [("m", "server_error")] * 3 + [("n", "too_long"), ("o", "ok")]
     assert [r.attempt for r in records] == [1, 2, 3, 4, 5]
@@ -398,13 +400,15 @@ def test_caps_and_prices_from_the_configuration(fake: FakeJudge) -> None:
     from draco.errors import TrainingStopped
 
     prices = {"input": 1000.0, "output": 2000.0}  # 10 and 5 tokens: 0.02 USD a call
-    value, records = ask(fake, [GOOD], prices=prices, max_usd=0.03)
+    _, records = ask(fake, [GOOD], prices=prices, max_usd=0.03)
     assert records[0].cost_usd == pytest.approx(0.02)
     judge = client(fake, prices=prices, max_usd=0.03)
     request = JudgeRequest("score", messages("score", ["<<<END"], ()), lambda data: (data, None), records.append)
     fake.overrides["score"] = lambda text, n: GOOD
     asyncio.run(judge.call(request))
-    with pytest.raises(TrainingStopped, match=r"judge.max_usd=0.03 would be passed: 15 judge tokens in 1 attempts, 0.02"):
+    with pytest.raises(
+        TrainingStopped, match=r"judge.max_usd=0.03 would be passed: 15 judge tokens in 1 attempts, 0.02"
+    ):
         asyncio.run(judge.call(request))
 
 
