@@ -112,7 +112,10 @@ def preflight(
     Raises:
         ConfigError: something does not work; names it.
     """
-    table, parts, policy, loader = _Table(), None, None, None
+    table = _Table()
+    parts: Any = None
+    policy: Any = None
+    loader: Any = None
     scratch = run / "preflight.tmp"
     try:
         with table.check("run folder") as said:

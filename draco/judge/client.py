@@ -294,11 +294,11 @@ class JudgeClient:
             fault = state.outcome.exception() if state.outcome else None
             return max(self._grows(state), fault.wait_s if isinstance(fault, Fault) else 0.0)
 
+        def enough(state: tenacity.RetryCallState) -> bool:
+            return state.attempt_number > self.options.max_retries or state.upcoming_sleep >= self._left(call)
+
         retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_any(
-                tenacity.stop_after_attempt(self.options.max_retries + 1),
-                lambda state: state.upcoming_sleep >= self._left(call),
-            ),
+            stop=enough,
             wait=pause,
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, Fault) and error.passing),
             reraise=True,

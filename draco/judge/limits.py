@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 __all__ = ["Pace", "Use"]
 
@@ -39,7 +39,7 @@ class Pace:
         requests_per_min: float | None = None,
         tokens_per_min: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.requests_per_min, self.tokens_per_min = requests_per_min, tokens_per_min
         self._clock, self._sleep = clock, sleep
@@ -64,7 +64,7 @@ class Pace:
             return Use(0.0, tokens)  # nothing to keep
         async with self._lock():
             while (wait := self._wait(tokens)) > 0:
-                await self._sleep(wait)  # type: ignore[misc]
+                await self._sleep(wait)
             use = Use(self._clock(), tokens)
             self._window.append(use)
             return use
