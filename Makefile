@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+# make demo | test | test-judge | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
 #   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
 #   PIP_ARGS='...'               extra arguments for pip, such as another index
 #   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
@@ -14,11 +14,12 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all check ablation clean
+.PHONY: help install demo test test-judge test-slow test-all check ablation clean
 
 help:
 	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
 	@echo 'make test      set up, then run the test suite'
+	@echo 'make test-judge  only the tests that inject faults and planted instructions into the judge'
 	@echo 'make test-all  everything CI runs: check, test, the slow tests'
 	@echo 'make check     lint, format, types'
 	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
@@ -31,6 +32,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+test-judge: $(STAMP)
+	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
 # Exit status 5 means that no test is marked slow.

@@ -8,6 +8,7 @@ is in none of them; `end_state` is the opaque reference that only the environmen
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from draco.durable import publish
 from draco.types import Credit, Group, Message, Step, Task, Termination, Trajectory
 
-__all__ = ["TABLES", "read_table", "read_trajectories", "step_folder", "step_folders", "write_step"]
+__all__ = ["TABLES", "read_calls", "read_table", "read_trajectories", "step_folder", "step_folders", "write_step"]
 
 _NAME = re.compile(r"step=(\d{6,})")
 _INTS, _FLOATS, _TEXTS = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.string())
@@ -120,7 +121,7 @@ def write_step(
         step: batch number.
         groups: as rolled out.
         credits: one a judged group.
-        calls: judge call records (dataclasses); a column a field.
+        calls: judge call records (dataclasses); a column a field, but for the texts: `read_calls` gives them back.
     """
     folder = step_folder(run, step)
     temporary = folder.with_name(folder.name + ".tmp")
@@ -140,7 +141,10 @@ def write_step(
     for name, schema in TABLES.items():
         _write(pa.Table.from_pylist(rows[name], schema=schema), temporary / f"{name}.parquet")
     if calls:
-        _write(pa.Table.from_pylist([_call(step, c) for c in calls]), temporary / "judge_calls.parquet")
+        texts: dict[str, bytes] = {}
+        _write(pa.Table.from_pylist([_call(step, c, texts) for c in calls]), temporary / "judge_calls.parquet")
+        table = pa.table({"hash": list(texts), "text": list(texts.values())}, schema=_TEXT_TABLE)
+        _write(table, temporary / "judge_texts.parquet")
     publish(temporary, folder)
 
 
@@ -211,12 +215,55 @@ def _credits(step: int, credit: Credit) -> Iterable[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _call(step: int, call: Any) -> dict[str, Any]:
+_TEXT_TABLE = pa.schema([("hash", pa.string()), ("text", pa.binary())])
+#: Where prompts are cut, so that a transcript that several calls share is kept once: before their delimiters.
+_CUT = re.compile(r"^(?=<<<)", re.MULTILINE)
+
+
+def _call(step: int, call: Any, texts: dict[str, bytes]) -> dict[str, Any]:
+    """One row of judge_calls; the texts of prompt and reply go to `texts` by their hash."""
     row: dict[str, Any] = {"step": step}
     for item in dataclasses.fields(call):
         value = getattr(call, item.name)
-        row[item.name] = value if isinstance(value, str | int | float | None) else json.dumps(value)
+        if item.name == "messages":
+            row["messages"] = [
+                {"role": role, "parts": [_put(texts, part) for part in _CUT.split(content)]} for role, content in value
+            ]
+        elif item.name == "reply":
+            row["reply"] = _put(texts, value)
+        else:
+            row[item.name] = value if isinstance(value, str | int | float | None) else json.dumps(value)
     return row
+
+
+def _put(texts: dict[str, bytes], text: str) -> str:
+    content = text.encode(errors="surrogatepass")
+    name = hashlib.sha256(content).hexdigest()[:32]
+    texts[name] = content
+    return name
+
+
+def read_calls(run: Path, steps: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """Judge calls with their texts: `messages` as [(role, content)] byte for byte as sent, `reply` as it came.
+
+    Raises:
+        FileNotFoundError: the run has no judge calls.
+    """
+    rows: list[dict[str, Any]] = []
+    folders = step_folders(run) if steps is None else [step_folder(run, s) for s in steps]
+    for folder in folders:
+        if not (folder / "judge_calls.parquet").is_file():
+            continue
+        table = pq.read_table(folder / "judge_texts.parquet", partitioning=None)
+        found = zip(table["hash"].to_pylist(), table["text"].to_pylist(), strict=True)
+        texts = {name: content.decode(errors="surrogatepass") for name, content in found}
+        for row in pq.read_table(folder / "judge_calls.parquet", partitioning=None).to_pylist():
+            row["messages"] = [(m["role"], "".join(texts[p] for p in m["parts"])) for m in row["messages"]]
+            row["reply"] = texts[row["reply"]]
+            rows.append(row)
+    if not rows:
+        raise FileNotFoundError(f"no judge calls under {run / 'archive'}")
+    return rows
 
 
 def read_table(run: Path, name: str, steps: Iterable[int] | None = None) -> pa.Table:

@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 45
 
 def plan_disk(
     run: Path, policy: Policy, loader: TaskLoader, options: Mapping[str, Any], max_tokens: int, *, refuse: bool
-) -> None:
+) -> str:
     """Say in one line what the run will need, and refuse to start what cannot end.
 
     The size of checkpoints is exact. That of the archive is measured on the steps that are there, or before the first
@@ -38,6 +38,9 @@ def plan_disk(
         options: save_every, keep_last and keep_every.
         max_tokens: longest possible trajectory.
         refuse: raise if the disk is too small; otherwise only warn.
+
+    Returns:
+        the line.
 
     Raises:
         ConfigError: the free disk is too small.
@@ -65,6 +68,7 @@ def plan_disk(
         )
     if size * count + each * left > free:
         log.warning("the disk may be too small for this run; it can be resumed after room was made")
+    return line
 
 
 _OPTIONS = ("save_every", "keep_last", "keep_every")

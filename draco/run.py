@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from draco.loader import EvalLoader, TaskLoader
 from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
 from draco.policy import Policy
+from draco.preflight import check_judge, preflight
 from draco.runfolder import locked, prepare, set_aside, write_config
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.summary import (
@@ -154,10 +155,19 @@ def train(config: DictConfig) -> dict[str, Any]:
         ConfigError: something cannot work, or another process uses the run folder.
         TrainingStopped: a guard ended the run, its state saved.
         Interrupted: a signal did.
+
+    With `preflight=true` nothing is trained: everything is tried once, and the result is empty.
     """
     run = Path(config.run)
     with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
-        return _train(config, run)
+        if config.get("preflight"):
+            _quiet_libraries()
+            preflight(config, run, build, _loaders)
+        else:
+            return _train(config, run)
+    with suppress(OSError):  # a preflight leaves no folder of its own
+        run.rmdir()
+    return {}
 
 
 def _train(config: DictConfig, run: Path) -> dict[str, Any]:
@@ -186,8 +196,11 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
     parts = build(config)
     module = parts.module
     rubric = find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
+    rank = getattr(rank_zero_only, "rank", 0)
     if hasattr(rubric, "bind"):
-        rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"))
+        rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"), run, config.seed, rank)
+    if step < config.steps and rank == 0:
+        check_judge(rubric)  # before anything large is loaded
     module.configure_model()
     loader, held_out = _loaders(config, parts)
     trainer, loggers = _trainer(config, parts, run)

@@ -27,8 +27,13 @@ __all__ = ["locked", "prepare", "redacted", "resume_config", "set_aside", "write
 log = logging.getLogger("draco")
 
 _SECRET = re.compile(r"(key|token|secret|password|credential)s?$", re.IGNORECASE)
+#: how judge calls are carried and what they may cost: a resume may change it, for no reply depends on it
+_JUDGE = (
+    "api_base", "concurrency", "requests_per_min", "tokens_per_min", "timeout_s", "max_retries", "max_usd",
+    "max_tokens_total", "on_model_change", "max_failed_share",
+)  # fmt: skip
 #: what a resume may change: length and placement
-RESUMABLE = ("steps", "trainer", "logger", "checkpoint")
+RESUMABLE = ("steps", "trainer", "logger", "checkpoint", "preflight", *(f"judge.{name}" for name in _JUDGE))
 _LOCK = "lock"
 _REDACTED = "<redacted>"
 
@@ -155,8 +160,11 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
         key = name.split("@")[0]
         value = OmegaConf.select(given, key)
         OmegaConf.update(config, key, value, force_add=True)
-        if OmegaConf.select(config, f"callbacks.{key}") is not None:  # stored resolved: the callback has its own copy
-            OmegaConf.update(config, f"callbacks.{key}", value)
+        for copy in (f"callbacks.{key}", f"rubric.stage.{key}"):  # stored resolved: the parts have copies of their own
+            if OmegaConf.select(config, copy.rpartition(".")[0]) is not None and (
+                key.startswith("judge.") or OmegaConf.select(config, copy) is not None
+            ):
+                OmegaConf.update(config, copy, value, force_add=True)
     again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}
     config = DictConfig(_restored(OmegaConf.to_container(config), again))
     if missing := sorted({n for n in _redacted_names(config) if n not in again}):

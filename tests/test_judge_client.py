@@ -77,7 +77,7 @@ def test_replies_that_are_understood(fake: FakeJudge, reply: str, outcome: str) 
         (GOOD.replace("Pays ana", "Pays anna"), "exact titles"),
         (json.dumps({"verdicts": []}), "0 entries for 1"),
         (json.dumps({"verdicts": json.loads(GOOD)["verdicts"] * 2}), "2 entries for 1"),
-        (GOOD[: len(GOOD) // 2], "Field required"),
+        (GOOD[: len(GOOD) // 2], "breaks off"),
     ],
 )
 def test_one_corrective_re_ask_that_quotes_the_fault(fake: FakeJudge, reply: str, fault: str) -> None:
@@ -272,3 +272,150 @@ def test_counters_sum_and_rates_follow() -> None:
     assert total["judge/latency_s"] == 1.0
     assert "judge/cost_usd" not in total  # one unknown price makes the sum unknown
     assert sample_in("nothing") == -1
+
+
+# --- fallbacks, deadlines, pauses, caps ---
+
+
+def served(fake: FakeJudge, replies: Any, **options: Any) -> tuple[Any, list[CallRecord]]:
+    """One call; `replies(model, n)` is the reply of a model to its n-th request."""
+    models: list[str] = []
+    fake.overrides["score"] = lambda text, n: None
+    inner = fake.acompletion
+
+    async def by_model(*args: Any, **kwargs: Any) -> Any:
+        models.append(kwargs["model"])
+        reply = replies(kwargs["model"], models.count(kwargs["model"]))
+        fake.overrides["score"] = lambda text, n: reply
+        return await inner(*args, **kwargs)
+
+    fake.acompletion = by_model  # type: ignore[method-assign]
+    return ask_as(fake, **options)
+
+
+def ask_as(fake: FakeJudge, **options: Any) -> tuple[Any, list[CallRecord]]:
+    records: list[CallRecord] = []
+    deadline = options.pop("deadline", None)
+    request = JudgeRequest(
+        phase="score",
+        messages=messages("score", ["<<<END"], ()),
+        check=lambda data: check_scores(CRITERIA[:1], data),
+        sink=records.append,
+        deadline=deadline,
+    )
+    judge = client(fake, **options)
+    try:
+        value: Any = asyncio.run(judge.call(request))
+    except Exception as error:
+        value = error
+    return value, records
+
+
+BUSY = EXC.ServiceUnavailableError("busy", "fake-judge", "m")
+
+
+def test_a_fallback_answers_where_the_judge_does_not(fake: FakeJudge) -> None:
+    replies = {"m": BUSY, "n": EXC.ContextWindowExceededError("long", "n", "fake-judge"), "o": GOOD}
+    value, records = served(
+        fake, lambda model, n: replies[model], fallbacks=["fake-judge/n", {"model": "fake-judge/o"}]
+    )
+    assert [v.score for v in value] == [-1]
+    assert [(r.model[-1], r.outcome) for r in records] == [("m", "server_error")] * 3 + [("n", "too_long"), ("o", "ok")]
+    assert [r.attempt for r in records] == [1, 2, 3, 4, 5]
+
+
+def test_without_a_working_fallback_the_last_fault_is_named(fake: FakeJudge) -> None:
+    value, records = served(fake, lambda model, n: BUSY, fallbacks=["fake-judge/n"], max_retries=0)
+    assert isinstance(value, JudgeCallError)
+    assert "fake-judge/n failed 1 times" in str(value)
+    assert len(records) == 2
+
+
+def test_a_refused_key_asks_no_fallback(fake: FakeJudge) -> None:
+    error = EXC.AuthenticationError("bad key", "fake-judge", "m")
+    value, records = served(fake, lambda model, n: error, fallbacks=["fake-judge/n"])
+    assert isinstance(value, JudgeConfigError)
+    assert len(records) == 1
+
+
+def test_a_call_has_a_deadline_over_its_attempts(fake: FakeJudge) -> None:
+    value, records = ask(fake, [BUSY] * 9, deadline_s=0.5, backoff_s=0.2, max_retries=8)
+    assert isinstance(value, JudgeCallError)
+    assert 1 <= len(records) < 9
+    fake.delay = lambda text: 30.0
+    value, records = ask(fake, [GOOD], deadline_s=0.05)
+    assert isinstance(value, JudgeCallError)
+    assert [r.outcome for r in records] == ["timeout"]
+
+
+def test_a_group_has_a_deadline_and_leaves_nothing_behind(fake: FakeJudge) -> None:
+    from draco.judge.pipeline import JudgePipeline
+
+    fake.delay = lambda text: 30.0 if "of sample 1" in text else 0.0
+    judge = client(fake, concurrency=1, group_deadline_s=0.5)
+    records: list[CallRecord] = []
+    pipeline = JudgePipeline(judge, secret=b"x" * 16, sink=records.append)
+
+    async def run() -> tuple[Any, list[Any]]:
+        judgement = await pipeline.judge_group(group(4), CRITERIA)
+        left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        return judgement, [t for t in left if "Judge" in repr(t)]  # litellm's logging goes on
+
+    judgement, left = asyncio.run(run())
+    assert not left
+    assert judgement.group.trajectories == ()  # sample 0 was scored, the others waited for a slot in vain
+    assert {f.phase for f in judgement.failures} == {"score", "group"}
+    assert "group_deadline_s" in judgement.failures[-1].reason
+    assert judge.spend.under_way == 0
+
+
+def test_a_cancelled_call_is_recorded_and_gives_its_slot_back(fake: FakeJudge) -> None:
+    fake.delay = lambda text: 30.0
+    records: list[CallRecord] = []
+    request = JudgeRequest("score", messages("score", ["<<<END"], ()), lambda data: (data, None), records.append)
+    judge = client(fake, concurrency=1)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(judge.call(request))
+        while not fake.calls:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not judge._slot().locked()
+
+    asyncio.run(run())
+    assert [r.outcome for r in records] == ["cancelled"]
+
+
+def test_a_usable_first_reply_is_kept_when_the_re_ask_fails(fake: FakeJudge) -> None:
+    fake.overrides["score"] = lambda text, n: GOOD if n == 1 else BUSY
+    records: list[CallRecord] = []
+    request = JudgeRequest("score", messages("score", ["<<<END"], ()), lambda data: (data, "uncited"), records.append)
+    assert asyncio.run(client(fake).call(request)) == json.loads(GOOD)
+    assert [r.outcome for r in records] == ["reask"] + ["server_error"] * 3
+
+
+def test_caps_and_prices_from_the_configuration(fake: FakeJudge) -> None:
+    from draco.errors import TrainingStopped
+
+    prices = {"input": 1000.0, "output": 2000.0}  # 10 and 5 tokens: 0.02 USD a call
+    _, records = ask(fake, [GOOD], prices=prices, max_usd=0.03)
+    assert records[0].cost_usd == pytest.approx(0.02)
+    judge = client(fake, prices=prices, max_usd=0.03)
+    request = JudgeRequest("score", messages("score", ["<<<END"], ()), lambda data: (data, None), records.append)
+    fake.overrides["score"] = lambda text, n: GOOD
+    asyncio.run(judge.call(request))
+    with pytest.raises(
+        TrainingStopped, match=r"judge.max_usd=0.03 would be passed: 15 judge tokens in 1 attempts, 0.02"
+    ):
+        asyncio.run(judge.call(request))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cache": "maybe"}, {"max_usd": 0}, {"requests_per_min": -1}, {"on_model_change": "x"}, {"max_failed_share": 2}],
+)
+def test_more_bad_options(options: dict[str, Any]) -> None:
+    with pytest.raises(JudgeConfigError, match=next(iter(options))):
+        JudgeClient("m", **options)

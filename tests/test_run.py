@@ -258,7 +258,7 @@ def test_sigterm_anywhere_saves_a_whole_step(
 
     def signalled(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) == 1:
+        if len(calls) == (2 if where == "judge" else 1):  # the judge's first call is the one before the run
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.02)
         return inner(*args, **kwargs)

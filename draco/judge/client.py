@@ -1,39 +1,44 @@
-"""Transport of judge calls: litellm, retries by error class, JSON repair, one corrective re-ask, a record of every try.
+"""A judge: calls to one frozen model with limits, retries, fallbacks, a cache, caps on what it may cost, and a record
+of every attempt.
 
-litellm takes three seconds to import and is imported at the first call.
+    call ─ cache? ─ ask ─ [slot, pace, spend cap] ─ request ─ JSON ─ check ─ value
+                     │            ↑  backoff, Retry-After │      └ one corrective re-ask, then JudgeReplyError
+                     └ next fallback model ───────────────┘ JudgeCallError; key, model, bad request: JudgeConfigError
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import re
+import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
-from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
+from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
+from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
+from draco.judge.redact import Redactor
 from draco.judge.schema import ReplyFault, json_schema, parse_json
+from draco.judge.spend import Prices, Spend, Usage
+from draco.judge.store import Store, Stored, key_of
+from draco.judge.transport import Endpoint, Fault, Reply, Transport
 
-__all__ = ["JudgeClient", "JudgeRequest"]
+__all__ = ["JudgeClient", "JudgeOptions", "JudgeRequest"]
 
 T = TypeVar("T")
 
-_KEY_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
-_KEY_SHAPE = re.compile(r"\b(?:sk|pk|rk|xai|gsk|hf|AIza)[-_][\w\-]{8,}|(?<=Bearer )[\w\-.~+/=]{8,}")
-_WHAT_TO_DO = {
-    "auth": "set the provider's key (for example OPENAI_API_KEY) or judge.api_base",
-    "not_found": "check judge.model and judge.api_base",
-    "bad_request": "check judge.model and its parameters; judge.temperature=null sends no temperature, "
-    "judge.response_schema=off sends no schema",
-}
+log = logging.getLogger("draco")
+
+#: characters of a faulty reply that a corrective re-ask quotes
+_QUOTED = 8_000
+#: tokens of a reply before any was seen, for judge.tokens_per_min
+_REPLY_GUESS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,262 +53,435 @@ class JudgeRequest(Generic[T]):
     task_id: str = ""
     sample: int = -1
     step: int = 0
+    repeat: int = 0  #: 0-based, where one prompt is asked several times; part of the cache key
+    deadline: float | None = None  #: time.monotonic() after which the call fails; None = none
+    cached: bool = True  #: False: neither read from nor written to the cache
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    text: str
-    truncated: bool
-    record: Callable[[str, str], None]  #: (outcome, error) → writes the record of this attempt
+class JudgeOptions:
+    """What `conf/judge/*.yaml` sets."""
+
+    model: str  #: litellm's name of the judge, provider first
+    temperature: float | None = 0.1  #: None sends none, for models that refuse it
+    max_tokens: int | None = None  #: limit of a reply; None leaves it to the provider
+    response_schema: Literal["auto", "on", "off"] = "auto"  #: whether the provider gets the reply's JSON schema
+    api_base: str | None = None  #: address of an OpenAI-compatible server
+    api_key: str | None = field(default=None, repr=False)  #: where no environment variable can hold it; never recorded
+    provider: str | None = None  #: `module:function` of a function that registers a custom litellm provider
+    fallbacks: Sequence[str | Mapping[str, Any]] = ()  #: models to ask, in turn, where this one gives no reply
+    concurrency: int = 32  #: requests in flight at once, over all ranks
+    requests_per_min: float | None = None  #: over all ranks; None = unlimited
+    tokens_per_min: float | None = None  #: prompt and reply, over all ranks; None = unlimited
+    timeout_s: float = 120.0  #: of one attempt
+    deadline_s: float | None = None  #: of one call with all its attempts and pauses, from its first request on
+    group_deadline_s: float | None = None  #: of all calls of a group, waiting for a slot included
+    max_retries: int = 4  #: further attempts after rate limits, server errors, timeouts and lost connections
+    backoff_s: float = 1.0  #: first pause before a retry; doubles up to a minute, with jitter; Retry-After is obeyed
+    cache: Literal["read_write", "read_only", "off"] = "off"  #: replies kept in the run folder
+    max_usd: float | None = None  #: the run stops, state saved, before it spends more
+    max_tokens_total: int | None = None  #: the same for tokens, prompt and reply
+    prices: Mapping[str, Any] | None = None  #: USD a million tokens, in place of litellm's table: input, output, cached
+    on_model_change: Literal["warn", "stop"] = "warn"  #: the provider serves another model or fingerprint than before
+    max_failed_share: float = 0.25  #: more failed judgements than this share of a batch's trajectories stop the run
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("response_schema", ("auto", "on", "off")),
+            ("cache", ("read_write", "read_only", "off")),
+            ("on_model_change", ("warn", "stop")),
+        ):
+            if getattr(self, name) not in choices:
+                raise JudgeConfigError(f"judge.{name} is {getattr(self, name)!r}, expected {', '.join(choices)}")
+        if self.concurrency < 1 or self.timeout_s <= 0 or self.max_retries < 0 or self.backoff_s < 0:
+            raise JudgeConfigError("judge needs concurrency >= 1, timeout_s > 0, max_retries >= 0 and backoff_s >= 0")
+        limits = ("requests_per_min", "tokens_per_min", "deadline_s", "group_deadline_s", "max_usd", "max_tokens_total")
+        for name in limits:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise JudgeConfigError(f"judge.{name} is {value}; expected a number above 0, or null for no limit")
+        if not 0.0 <= self.max_failed_share <= 1.0:
+            raise JudgeConfigError(f"judge.max_failed_share is {self.max_failed_share}, expected a share from 0 to 1")
+
+    def needs_store(self) -> bool:
+        """Whether something of this judge must outlive the process."""
+        capped = self.max_usd is not None or self.max_tokens_total is not None
+        return self.cache != "off" or capped or self.on_model_change == "stop"
 
 
-class _Retryable(Exception):
-    """A transport fault that may pass; carries its kind."""
+@dataclass(slots=True)
+class _Call(Generic[T]):
+    """One call on its way."""
+
+    request: JudgeRequest[T]
+    started: float | None = None  #: time.monotonic() of its first request
+    attempts: int = 0
+    endpoint: Endpoint | None = None  #: that answered last
+    sent: tuple[tuple[str, str], ...] = ()  #: messages of the current question, redacted
+    prompt_hash: str = ""
 
 
 class JudgeClient:
-    """Calls one frozen judge model through litellm."""
+    """Calls one frozen judge model through litellm. Nothing is sent and nothing heavy is imported before it is used."""
 
-    def __init__(
-        self,
-        model: str,
-        temperature: float | None = 0.1,
-        timeout_s: float = 120.0,
-        max_retries: int = 4,
-        concurrency: int = 32,
-        api_base: str | None = None,
-        api_key: str | None = None,
-        max_tokens: int | None = None,
-        response_schema: str = "auto",
-        backoff_s: float = 1.0,
-        provider: str | None = None,
-    ) -> None:
-        """Set up a client; nothing is sent and nothing heavy is imported yet.
+    def __init__(self, model: str, **options: Any) -> None:
+        """Set up a client.
 
         Args:
             model: litellm's name of the judge, provider first.
-            temperature: None sends none, for models that refuse it.
-            timeout_s: seconds for one attempt.
-            max_retries: further attempts after rate limits, server errors, timeouts and lost connections.
-            concurrency: calls in flight at once.
-            api_base: address of an OpenAI-compatible server.
-            api_key: only where no environment variable can hold it; never recorded.
-            max_tokens: limit of a reply; None leaves it to the provider.
-            response_schema: auto | on | off: whether the provider gets the reply's JSON schema.
-            backoff_s: first pause before a retry, seconds; doubles, with jitter.
-            provider: import path `module:function` of a function that registers a custom litellm provider.
-        """
-        if response_schema not in {"auto", "on", "off"}:
-            raise JudgeConfigError(f"judge.response_schema is {response_schema!r}, expected auto, on or off")
-        if concurrency < 1 or timeout_s <= 0 or max_retries < 0:
-            raise JudgeConfigError("judge needs concurrency >= 1, timeout_s > 0 and max_retries >= 0")
-        self.model = model
-        self.temperature = temperature
-        self.timeout_s = timeout_s
-        self.max_retries = max_retries
-        self.concurrency = concurrency
-        self.response_schema = response_schema
-        self.provider = provider
-        grows = tenacity.wait_exponential(multiplier=backoff_s, max=60.0)
-        self._wait = grows + tenacity.wait_random(0.0, backoff_s)
-        self._arguments: dict[str, Any] = {"model": model, "timeout": timeout_s, "max_retries": 0}
-        for name, value in (
-            ("temperature", temperature),
-            ("api_base", api_base),
-            ("api_key", api_key),
-            ("max_tokens", max_tokens),
-        ):
-            if value is not None:
-                self._arguments[name] = value
-        secrets = {v for k, v in os.environ.items() if _KEY_NAME.search(k) and len(v) >= 8}
-        self._secrets = sorted(secrets | ({api_key} if api_key else set()), key=len, reverse=True)
-        self._litellm: Any = None
-        self._sends_schema = False
-        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+            options: see `JudgeOptions`.
 
-    def redact(self, text: str) -> str:
-        """`text` without any key that the environment or the configuration holds."""
-        for secret in self._secrets:
-            if secret in text:
-                text = text.replace(secret, "[redacted]")
-        return text
+        Raises:
+            JudgeConfigError: an option cannot work.
+        """
+        self.options = o = JudgeOptions(model, **options)
+        self.model, self.temperature = o.model, o.temperature
+        self.endpoints = (Endpoint(o.model, o.api_base, o.api_key), *(Endpoint.of(f) for f in o.fallbacks))
+        self.redact = Redactor(e.api_key for e in self.endpoints)
+        self.transport = Transport(
+            temperature=o.temperature,
+            max_tokens=o.max_tokens,
+            response_schema=o.response_schema,
+            prices=Prices.of(o.prices),
+            provider=o.provider,
+            redact=self.redact,
+        )
+        self.spend = Spend(o.max_usd, o.max_tokens_total)
+        self.unreachable = 0  #: calls given up because the provider failed, retries and fallbacks exhausted
+        self.model_changes = 0
+        self._grows = tenacity.wait_exponential(multiplier=o.backoff_s, max=60.0) + tenacity.wait_random(0, o.backoff_s)
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._folder: Path | None = None
+        self._store: Store | None = None
+        self._served: dict[str, list[tuple[str, str]]] = {}
+        self._replies, self._reply_tokens = 0, 0
+        self._seed = self._rank = 0
+        self._place(1)
+
+    # -- where and for whom it works -----------------------------------------------------------------------------
+
+    def bind(self, run: Path, seed: int, rank: int = 0, world: int = 1) -> None:
+        """Say which run this is: its cache and ledger lie in `run`/judge, and limits are shared by `world` ranks."""
+        self.close()
+        self._folder, self._seed, self._rank = run / "judge", seed, rank
+        self._place(world)
+
+    def _place(self, world: int) -> None:
+        o = self.options
+        share = [None if limit is None else limit / world for limit in (o.requests_per_min, o.tokens_per_min)]
+        self.pace = Pace(*share)
+        self._slots = max(o.concurrency // world, 1)
+        self._semaphore = None
+        self.spend.world = world
 
     def load(self) -> Any:
         """Import and set up litellm, once. Called by the first call; call it earlier to take the wait elsewhere."""
-        if self._litellm is None:
-            # Without this litellm fetches a price table from the network on import.
-            os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-            # It imports more of itself during its first call, and pydantic then warns about types that are not ours.
-            warnings.filterwarnings("ignore", message=".*using the `ReadOnly` qualifier", category=UserWarning)
-            # It makes a custom provider's coroutine on a worker thread; a cancellation just then abandons it unstarted.
-            warnings.filterwarnings("ignore", message=".*acompletion' was never awaited", category=RuntimeWarning)
-            import litellm
+        return self.transport.load()
 
-            litellm.suppress_debug_info = True  # no help text on stdout for every error
-            litellm.disable_token_counter = True  # we take the provider's usage; its own count costs time
-            if self.provider is not None:
-                from pydoc import locate
+    @property
+    def store(self) -> Store | None:
+        """The database, opened at first use; None where nothing is kept."""
+        if self._store is None and self._folder is not None and self.options.needs_store():
+            self._store = Store(self._folder, self._rank)
+            past = self._store.ledger()
+            self.spend.usd, self.spend.tokens = past.usd, past.tokens
+            self.spend.attempts, self.spend.unpriced = past.attempts, past.unpriced
+            self.spend.agree(past.usd, past.tokens)
+        return self._store
 
-                register = locate(self.provider.replace(":", "."))
-                if not callable(register):
-                    raise JudgeConfigError(f"judge.provider {self.provider!r} is no function; expected module:function")
-                register()
-            self._sends_schema = self.response_schema == "on" or (
-                self.response_schema == "auto" and bool(litellm.supports_response_schema(model=self.model))
-            )
-            self._litellm = litellm
-        return self._litellm
+    def close(self) -> None:
+        """Close the database; the next call opens it again."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     async def aclose(self) -> None:
-        """Close open connections, on the loop that opened them."""
-        if self._litellm is not None:
-            await self._litellm.close_litellm_async_clients()
+        """Close open connections, on the loop that opened them, and the database."""
+        self.close()
+        await self.transport.aclose()
+
+    def group_deadline(self) -> float | None:
+        """For a group that starts now: time.monotonic() after which its calls fail."""
+        seconds = self.options.group_deadline_s
+        return None if seconds is None else time.monotonic() + seconds
+
+    # -- a call --------------------------------------------------------------------------------------------------
 
     async def call(self, request: JudgeRequest[T]) -> T:
         """Make one call and return its checked reply.
 
         Raises:
             JudgeReplyError: the reply was unusable twice.
-            JudgeCallError: the provider failed and retries are exhausted, or it refused this one prompt.
+            JudgeCallError: the provider failed and retries are exhausted, a deadline passed, or it refused this one
+                prompt.
             JudgeConfigError: the provider refused for good.
+            TrainingStopped: a cap on spending is reached, or the served model changed and must not.
         """
-        attempts = 0
+        if request.deadline is None:
+            return await self._call(request)
+        try:
+            # A request under way is ended by its own timeout and recorded; this one is for waiting in a queue.
+            async with asyncio.timeout(request.deadline - time.monotonic() + 0.1):
+                return await self._call(request)
+        except TimeoutError:
+            raise JudgeCallError(f"{request.phase}: {self._late()}") from None
+
+    async def _call(self, request: JudgeRequest[T]) -> T:
+        call = _Call(request)
         messages = [dict(m) for m in request.messages]
-        soft_value: tuple[T] | None = None
+        self._words(call, messages)
+        key = self._key(call)
+        if key is not None and (found := self._from_cache(call, key)) is not None:
+            return found[0]
+        usable: tuple[T] | None = None
         fault = ""
         for asked in (1, 2):
-            answer, attempts = await self._ask(request, messages, attempts)
             try:
-                if answer.truncated:
+                reply = await self._ask(call, messages)
+            except JudgeCallError:
+                if usable is not None:
+                    return usable[0]
+                raise
+            try:
+                if reply.truncated:
                     raise ReplyFault("the reply was cut off at the length limit; answer more briefly")
-                data, repaired = parse_json(answer.text)
+                data, repaired = parse_json(reply.text)
                 value, soft = request.check(data)
             except ReplyFault as error:
                 fault = str(error)
-                answer.record("reask" if asked == 1 else "reply_error", fault)
+                self._record(call, "reask" if asked == 1 else "reply_error", fault, reply)
             else:
                 if soft is None or asked == 2:
-                    answer.record("repaired" if repaired else "ok", soft or "")
+                    self._record(call, "repaired" if repaired else "ok", soft or "", reply)
+                    self._keep(call, key, reply, "repaired" if repaired else "ok")
                     return value
-                answer.record("reask", soft)
-                soft_value, fault = (value,), soft
+                self._record(call, "reask", soft, reply)
+                usable, fault = (value,), soft
             messages = [
                 *messages,
-                {"role": "assistant", "content": answer.text or "(empty)"},
+                {"role": "assistant", "content": _quote(reply.text) or "(empty)"},
                 {
                     "role": "user",
                     "content": f"That reply cannot be used: {fault}\nReply again in full with one JSON object as "
                     "described above, and nothing else.",
                 },
             ]
-        if soft_value is not None:  # the first reply lacked citations only; it is better than the broken second
-            return soft_value[0]
+            self._words(call, messages)
+        if usable is not None:  # the first reply lacked citations only; it is better than the broken second
+            return usable[0]
         raise JudgeReplyError(f"{request.phase}: unusable reply of {self.model}: {self.redact(fault)[:500]}")
 
-    async def _ask(
-        self, request: JudgeRequest[T], messages: list[dict[str, str]], attempts: int
-    ) -> tuple[_Answer, int]:
+    async def _ask(self, call: _Call[T], messages: list[dict[str, str]]) -> Reply:
+        """A reply from the model, or from the first fallback that gives one."""
+        for endpoint in self.endpoints:
+            before = call.attempts
+            try:
+                return await self._retry(call, endpoint, messages)
+            except Fault as fault:
+                error = fault.final(endpoint.model)
+                if isinstance(error, JudgeConfigError):
+                    raise error from None
+                if fault.passing:
+                    self.unreachable += endpoint is self.endpoints[-1]
+                    times = call.attempts - before
+                    error = JudgeCallError(f"{call.request.phase}: {endpoint.model} failed {times} times: {fault}")
+                if endpoint is self.endpoints[-1] or fault.kind == "deadline":
+                    raise error from None
+        raise AssertionError("unreachable")
+
+    async def _retry(self, call: _Call[T], endpoint: Endpoint, messages: list[dict[str, str]]) -> Reply:
+        def pause(state: tenacity.RetryCallState) -> float:
+            fault = state.outcome.exception() if state.outcome else None
+            return max(self._grows(state), fault.wait_s if isinstance(fault, Fault) else 0.0)
+
+        def enough(state: tenacity.RetryCallState) -> bool:
+            return state.attempt_number > self.options.max_retries or state.upcoming_sleep >= self._left(call)
+
         retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.max_retries + 1),
-            wait=self._wait,
-            retry=tenacity.retry_if_exception_type(_Retryable),
+            stop=enough,
+            wait=pause,
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, Fault) and error.passing),
             reraise=True,
         )
-        try:
-            async for attempt in retrying:
-                with attempt:
-                    attempts += 1
-                    # The slot is given back while a failed attempt waits for its next one.
-                    async with self._slot():
-                        return await self._attempt(request, messages, attempts), attempts
-        except _Retryable as error:
-            raise JudgeCallError(
-                f"{request.phase}: {self.model} failed {self.max_retries + 1} times: {error}"
-            ) from None
+        async for attempt in retrying:
+            with attempt:
+                # The slot is given back while a failed attempt waits for its next one.
+                async with self._slot():
+                    return await self._attempt(call, endpoint, messages)
         raise AssertionError("unreachable")
+
+    async def _attempt(self, call: _Call[T], endpoint: Endpoint, messages: list[dict[str, str]]) -> Reply:
+        use = await self.pace.enter(self._estimate(messages))
+        _ = self.store  # what earlier processes spent is known from here on
+        self.spend.check()
+        now = time.monotonic()
+        call.started = now if call.started is None else call.started
+        call.endpoint = endpoint
+        if (left := self._left(call)) <= 0.0:
+            raise Fault("deadline", self._late(), passing=False)
+        call.attempts += 1
+        self.spend.under_way += 1
+        try:
+            reply = await self.transport.send(endpoint, messages, call.request.phase, min(self.options.timeout_s, left))
+        except Fault as fault:
+            use.tokens = 0
+            if fault.wait_s:
+                self.pace.hold(fault.wait_s)
+            self._record(call, fault.kind, str(fault), latency_s=fault.latency_s)
+            raise
+        except asyncio.CancelledError:
+            self._record(call, "cancelled", "the group was given up", latency_s=time.monotonic() - now)
+            raise
+        finally:
+            self.spend.under_way -= 1
+        use.tokens = reply.usage.tokens_in + reply.usage.tokens_out
+        self._replies += 1
+        self._reply_tokens += reply.usage.tokens_out
+        self.spend.add(reply.usage, reply.cost_usd)
+        self._check_served(call, reply)
+        return reply
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._semaphore is None or self._semaphore[0] is not loop:
-            self._semaphore = (loop, asyncio.Semaphore(self.concurrency))
+            self._semaphore = (loop, asyncio.Semaphore(self._slots))
         return self._semaphore[1]
 
-    async def _attempt(self, request: JudgeRequest[T], messages: list[dict[str, str]], number: int) -> _Answer:
-        litellm = self.load()
-        arguments = self._arguments
-        if self._sends_schema:
-            schema = {"name": request.phase, "schema": json_schema(request.phase), "strict": True}
-            arguments = {**arguments, "response_format": {"type": "json_schema", "json_schema": schema}}
-        started = time.perf_counter()
+    def _left(self, call: _Call[T]) -> float:
+        """Seconds until the call must be done."""
+        now, left = time.monotonic(), float("inf")
+        if call.request.deadline is not None:
+            left = call.request.deadline - now
+        if self.options.deadline_s is not None and call.started is not None:
+            left = min(left, call.started + self.options.deadline_s - now)
+        return left
 
-        def record(outcome: str, error: str, response: Any = None, text: str = "") -> None:
-            usage = getattr(response, "usage", None)
-            details = getattr(usage, "prompt_tokens_details", None)
-            hidden = getattr(response, "_hidden_params", None) or {}
-            sent = tuple((m["role"], self.redact(m["content"])) for m in messages)
-            request.sink(
-                CallRecord(
-                    phase=request.phase,
-                    task_id=request.task_id,
-                    sample=request.sample,
-                    step=request.step,
-                    model=self.model,
-                    served_model=getattr(response, "model", None) or "",
-                    fingerprint=getattr(response, "system_fingerprint", None) or "",
-                    prompt_version=prompt_version(request.phase),
-                    prompt_hash=hashlib.sha256(repr(sent).encode(errors="surrogatepass")).hexdigest()[:32],
-                    temperature=self.temperature,
-                    attempt=number,
-                    outcome=outcome,
-                    error=self.redact(error)[:2000],
-                    tokens_in=getattr(usage, "prompt_tokens", None) or 0,
-                    tokens_out=getattr(usage, "completion_tokens", None) or 0,
-                    tokens_cached=getattr(details, "cached_tokens", None) or 0,
-                    # A failed attempt is not billed as far as anybody can know.
-                    cost_usd=hidden.get("response_cost") if response is not None else 0.0,
-                    latency_s=latency,
-                    messages=sent,
-                    reply=self.redact(text),
-                )
-            )
+    def _late(self) -> str:
+        return f"{self.model} gave no usable reply before judge.deadline_s or judge.group_deadline_s had passed"
 
+    def _estimate(self, messages: list[dict[str, str]]) -> int:
+        """Tokens that a request will use; four characters a token is the usual rule of thumb."""
+        if self.options.tokens_per_min is None:
+            return 0
+        guess = self._reply_tokens // self._replies if self._replies else _REPLY_GUESS
+        return sum(len(m["content"]) for m in messages) // 4 + min(guess, self.options.max_tokens or guess)
+
+    # -- what is kept --------------------------------------------------------------------------------------------
+
+    def _words(self, call: _Call[T], messages: list[dict[str, str]]) -> None:
+        call.sent = tuple((m["role"], self.redact(m["content"])) for m in messages)
+        call.prompt_hash = hashlib.sha256(repr(call.sent).encode(errors="surrogatepass")).hexdigest()[:32]
+
+    def _key(self, call: _Call[T]) -> str | None:
+        o, request = self.options, call.request
+        if o.cache == "off" or not request.cached or self.store is None:
+            return None
+        parameters: dict[str, Any] = {"model": o.model, "temperature": o.temperature, "max_tokens": o.max_tokens}
+        if self.transport.sends_schema(o.model):
+            parameters["schema"] = json_schema(request.phase)
+        return key_of(parameters, call.prompt_hash, self._seed, request.step, request.sample, request.repeat)
+
+    def _from_cache(self, call: _Call[T], key: str) -> tuple[T] | None:
+        """The value of a stored reply. One that today's checks refuse is asked for again."""
+        assert self._store is not None
+        stored = self._store.get(key)
+        if stored is None:
+            return None
         try:
-            # Not every provider honours litellm's timeout, and a stalled call must not hold its group for ever.
-            async with asyncio.timeout(self.timeout_s):
-                response = await litellm.acompletion(messages=messages, **arguments)
-        except Exception as error:
-            latency = time.perf_counter() - started
-            kind, raised = self._classify(litellm, error)
-            record(kind, str(raised))
-            raise raised from None  # the provider's exception may carry request headers
-        latency = time.perf_counter() - started
-        choice = response.choices[0] if response.choices else None
-        text = (choice.message.content or "") if choice is not None else ""
-        truncated = choice is not None and choice.finish_reason == "length"
-        return _Answer(text, truncated, lambda outcome, error: record(outcome, error, response, text))
+            value, _ = call.request.check(parse_json(stored.reply)[0])
+        except ReplyFault:
+            return None
+        call.attempts, call.endpoint = 1, Endpoint(stored.model)
+        usage = Usage(stored.tokens_in, stored.tokens_out, stored.tokens_cached)
+        seen = (stored.served_model, stored.fingerprint)
+        reply = Reply(stored.reply, False, *seen, usage, stored.cost_usd, stored.latency_s)
+        self._record(call, stored.outcome, "", reply, from_cache=True)
+        return (value,)
 
-    def _classify(self, litellm: Any, error: Exception) -> tuple[str, Exception]:
-        """Kind of a transport error and what to raise for it: `_Retryable`, or an error that is final."""
-        text = _KEY_SHAPE.sub("[redacted]", self.redact(f"{type(error).__name__}: {error}"))[:2000]
-        exceptions = litellm.exceptions
-        if isinstance(error, (TimeoutError, exceptions.Timeout)):
-            return "timeout", _Retryable(text)
-        if isinstance(error, (exceptions.ContextWindowExceededError, exceptions.ContentPolicyViolationError)):
-            kind = "too_long" if isinstance(error, exceptions.ContextWindowExceededError) else "refused"
-            return kind, JudgeCallError(f"{self.model} refused this prompt ({kind}): {text}")
-        status = getattr(error, "status_code", None)
-        if isinstance(error, exceptions.RateLimitError) or status == 429:
-            return "rate_limit", _Retryable(text)
-        if isinstance(error, exceptions.APIConnectionError):
-            return "connection", _Retryable(text)
-        if status in (401, 403):
-            return "auth", JudgeConfigError(f"{self.model}: {text}; {_WHAT_TO_DO['auth']}")
-        if status == 404:
-            return "not_found", JudgeConfigError(f"{self.model}: {text}; {_WHAT_TO_DO['not_found']}")
-        if isinstance(status, int) and 400 <= status < 500 and status != 408:
-            return "bad_request", JudgeConfigError(f"{self.model}: {text}; {_WHAT_TO_DO['bad_request']}")
-        if isinstance(status, int):
-            return "server_error", _Retryable(text)
-        if isinstance(error, (ConnectionError, OSError)):
-            return "connection", _Retryable(text)
-        return "unexpected", JudgeCallError(f"{self.model}: {text}")
+    def _keep(self, call: _Call[T], key: str | None, reply: Reply, outcome: str) -> None:
+        if key is None or self._store is None or self.options.cache != "read_write" or call.endpoint is None:
+            return
+        self._store.put(
+            key,
+            Stored(
+                self.redact(reply.text), call.endpoint.model, reply.served_model, reply.fingerprint, outcome,
+                reply.usage.tokens_in, reply.usage.tokens_out, reply.usage.tokens_cached, reply.cost_usd,
+                reply.latency_s,
+            ),
+        )  # fmt: skip
+
+    def _record(
+        self,
+        call: _Call[T],
+        outcome: str,
+        error: str,
+        reply: Reply | None = None,
+        *,
+        latency_s: float = 0.0,
+        from_cache: bool = False,
+    ) -> None:
+        request, usage = call.request, reply.usage if reply else Usage()
+        record = CallRecord(
+            phase=request.phase,
+            task_id=request.task_id,
+            sample=request.sample,
+            step=request.step,
+            model=call.endpoint.model if call.endpoint else self.model,
+            served_model=reply.served_model if reply else "",
+            fingerprint=reply.fingerprint if reply else "",
+            prompt_version=prompt_version(request.phase),
+            prompt_hash=call.prompt_hash,
+            temperature=self.temperature,
+            attempt=call.attempts,
+            outcome=outcome,
+            error=self.redact(error)[:2000],
+            tokens_in=usage.tokens_in,
+            tokens_out=usage.tokens_out,
+            tokens_cached=usage.tokens_cached,
+            cost_usd=reply.cost_usd if reply else 0.0,  # a failed attempt is not billed as far as anybody can know
+            latency_s=reply.latency_s if reply else latency_s,
+            messages=call.sent,
+            reply=self.redact(reply.text) if reply else "",
+            repeat=request.repeat,
+            from_cache=from_cache,
+        )
+        if self._store is not None and not from_cache:
+            self._store.log(record)
+        request.sink(record)
+
+    def _check_served(self, call: _Call[T], reply: Reply) -> None:
+        """Notice when the provider's model or fingerprint is not the one that it was.
+
+        Raises:
+            TrainingStopped: it changed and `on_model_change` is stop.
+        """
+        assert call.endpoint is not None
+        model, now = call.endpoint.model, (reply.served_model, reply.fingerprint)
+        if model not in self._served:
+            self._served[model] = self._store.served(model) if self._store is not None else []
+        seen = self._served[model]
+        if now in seen:
+            return
+        seen.append(now)
+        if self._store is not None:
+            self._store.add_served(model, *now)
+        if len(seen) == 1:
+            return
+        self.model_changes += 1
+        said = f"{model} is now served as {_name(now)}, before as {_name(seen[-2])}: verdicts may no longer compare"
+        if self.options.on_model_change == "stop":
+            self._record(call, "model_change", said, reply)
+            raise TrainingStopped(f"{said} (judge.on_model_change=stop); a resume accepts what is known now")
+        log.warning("%s", said)
+
+
+def _name(served: tuple[str, str]) -> str:
+    return f"{served[0] or '(unnamed)'}{f' / {served[1]}' if served[1] else ''}"
+
+
+def _quote(text: str) -> str:
+    """A faulty reply as the corrective re-ask shows it."""
+    if len(text) <= _QUOTED:
+        return text
+    half = _QUOTED // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"

@@ -51,6 +51,7 @@ class _Run:
     failures: list[Failure] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     blocks: dict[int, str] = field(default_factory=dict)  #: fenced transcript by sample
+    deadline: float | None = None  #: time.monotonic() after which calls fail; None = none
 
     def count(self, name: str, by: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + by
@@ -163,6 +164,7 @@ class JudgePipeline:
                 task_id=run.group.task.id,
                 sample=sample,
                 step=run.group.step,
+                deadline=run.deadline,
             )
         )
 
@@ -194,7 +196,7 @@ class JudgePipeline:
         Raises:
             JudgeConfigError: the provider refused for good.
         """
-        run = _Run(group.live())
+        run = _Run(group.live(), deadline=self.client.group_deadline())
         for t in group.trajectories:
             if t.termination.quarantined:
                 run.failures.append(Failure(t.sample, "rollout", t.termination.value))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["CallRecord", "add_metrics", "call_metrics", "with_rates"]
+from draco.types import Group, Judgement
+
+__all__ = ["CallRecord", "add_metrics", "call_metrics", "length_metrics", "with_rates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class CallRecord:
     prompt_hash: str  #: 32 hex digits over the messages sent
     temperature: float | None  #: None: not sent
     attempt: int  #: 1-based over transport retries and the re-ask
-    outcome: str  #: ok | repaired | reask | reply_error, or the kind of a transport error
+    outcome: str  #: ok | repaired | reask | reply_error | cancelled, or the kind of a transport error
     error: str  #: empty when the reply was usable
     tokens_in: int
     tokens_out: int
@@ -32,6 +34,8 @@ class CallRecord:
     latency_s: float
     messages: tuple[tuple[str, str], ...]  #: (role, content) as sent
     reply: str
+    repeat: int = 0  #: 0-based, where one prompt is asked several times
+    from_cache: bool = False  #: nothing was sent: tokens, cost and latency are those of the request that was
 
 
 def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
@@ -41,6 +45,8 @@ def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
     )
     m |= {"judge/cost_usd": 0.0, "judge/unpriced_calls": 0.0, "judge/latency_total_s": 0.0}
     for r in records:
+        if r.from_cache:  # counted like the call that was paid for, so that a resumed step reads like any other
+            m["judge/cache_hits"] = m.get("judge/cache_hits", 0.0) + 1
         m["judge/calls"] += 1
         m[f"judge/calls/{r.phase}"] = m.get(f"judge/calls/{r.phase}", 0.0) + 1
         m["judge/failed_calls"] += r.outcome not in {"ok", "repaired"}
@@ -52,6 +58,24 @@ def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
             m["judge/unpriced_calls"] += 1
         else:
             m["judge/cost_usd"] += r.cost_usd
+    return m
+
+
+#: (name, most steps) of the lengths by which failed judgements are reported
+_LENGTHS = (("short", 10), ("medium", 25), ("long", 10**9))
+
+
+def length_metrics(group: Group, judgement: Judgement) -> dict[str, float]:
+    """Counters of members and failed judgements by the rollout's length in steps.
+
+    Failures leave the group; if they are mostly long rollouts, training leans towards short ones.
+    """
+    failed = {f.sample for f in judgement.failures if f.phase != "rollout"}
+    m: dict[str, float] = {}
+    for t in group.live().trajectories:
+        length = next(name for name, most in _LENGTHS if len(t.steps) <= most)
+        m[f"judge/members/{length}"] = m.get(f"judge/members/{length}", 0.0) + 1
+        m[f"judge/failed/{length}"] = m.get(f"judge/failed/{length}", 0.0) + (t.sample in failed)
     return m
 
 
@@ -70,6 +94,10 @@ _RATES = {
     "judge/override_rate": ("judge/overrides", ("judge/attributed",)),
     "judge/uncited_verdict_rate": ("judge/uncited", ("judge/attributed_pass_fail",)),
     "judge/failed_share": ("judge/failed", ("judge/members",)),
+    **{
+        f"judge/failed_share/{length}": (f"judge/failed/{length}", (f"judge/members/{length}",))
+        for length, _ in _LENGTHS
+    },
     "rubric/criteria_per_group": ("rubric/criteria", ("rubric/groups",)),
     "rubric/pass_rate": ("rubric/passes", ("rubric/passes", "rubric/fails")),
     "rubric/na_share": ("rubric/na", ("rubric/passes", "rubric/fails", "rubric/na")),

@@ -30,6 +30,8 @@ __all__ = [
     "parse_json",
 ]
 
+#: longest reply, in characters, that is mended: the time that mending takes grows faster than its length
+MOST_REPAIRED = 200_000
 #: most criteria that a reply of this phase may hold (DRACO, Section 3)
 LIMITS = {"propose_task": 15, "propose_rollout": 10, "merge": 24}
 
@@ -37,6 +39,10 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 # Strict: True, 1.0 and "1" are not scores.
 Score = Annotated[int, Strict(), Field(json_schema_extra={"enum": [-1, 0, 1]})]
 StepNumber = Annotated[int, Strict()]
+
+
+#: a string, to the end of the text if it has none of its own, or a bracket: one pass, whatever the text
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
 class ReplyFault(ValueError):
@@ -155,30 +161,62 @@ def json_schema(phase: str) -> dict[str, Any]:
 def parse_json(text: str) -> tuple[Any, bool]:
     """The JSON object in a reply, and whether it had to be repaired.
 
-    Bare JSON, a fenced block, prose around an object and a leading <think> part are all understood.
+    Bare JSON, a fenced block, prose around an object and a leading <think> part are all understood. What is mended are
+    slips of the pen (a comma too many, single quotes); an object that breaks off is not completed by guessing, and one
+    that says two things under one name is not settled by taking the last.
 
     Raises:
-        ReplyFault: there is no JSON object in it.
+        ReplyFault: there is no JSON object in it, it breaks off, a name occurs twice in an object, or it is too long.
     """
     text = text.rpartition("</think>")[2].strip()
     if not text:
         raise ReplyFault("the reply was empty")
     candidates = [text, *reversed(re.findall(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", text, flags=re.DOTALL))]
     start, stop = text.find("{"), text.rfind("}")
-    if start >= 0:
-        candidates.append(text[start : stop + 1] if stop > start else text[start:])
+    if start < 0:
+        raise ReplyFault("the reply holds no JSON object")
+    candidates.append(text[start : stop + 1])
     for candidate in candidates:
         try:
-            data = json.loads(candidate)
-        except (ValueError, RecursionError):
+            data = json.loads(candidate, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ReplyFault):
+                raise
             continue
         if isinstance(data, dict):
             return data, False
-    if start >= 0:
+    if len(text) - start > MOST_REPAIRED:
+        raise ReplyFault(f"the reply is no valid JSON and too long to mend ({len(text) - start} characters)")
+    still_open, deepest = _depths(text[start:])
+    if stop < start or still_open > 0:
+        raise ReplyFault("the JSON object breaks off before it ends; reply again in full, more briefly if need be")
+    if deepest > 50:
+        raise ReplyFault(f"the reply is no valid JSON and too deep to mend ({deepest} levels)")
+    try:
         repaired = json_repair.loads(candidates[-1])
-        if isinstance(repaired, dict):
-            return repaired, True
+    except (ValueError, RecursionError):
+        repaired = None
+    if isinstance(repaired, dict):
+        return repaired, True
     raise ReplyFault("the reply holds no JSON object")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ReplyFault(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice in one JSON object")
+    return found
+
+
+def _depths(text: str) -> tuple[int, int]:
+    """Brackets open at the end and the most open at once, outside double-quoted strings; one that never ends hides the
+    rest."""
+    depth = deepest = 0
+    for token in _TOKEN.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        deepest = max(depth, deepest)
+    return depth, deepest
 
 
 def _validated(model: type[M], data: Any) -> M:

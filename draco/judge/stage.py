@@ -21,11 +21,13 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
-from draco.errors import ConfigError, TrainingStopped
+from draco.distributed import gather, world_size
+from draco.errors import ConfigError, JudgeError, TrainingStopped
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
+from draco.judge.probe import ping
 from draco.judge.prompts import PHASES
-from draco.judge.records import CallRecord, add_metrics, with_rates
+from draco.judge.records import CallRecord, add_metrics, length_metrics, with_rates
 from draco.stages import RubricStage
 from draco.types import Criterion, Failure, Group, Judgement
 
@@ -40,7 +42,9 @@ class BaseRubric(RubricStage):
         self._records: deque[CallRecord] = deque()
         self._metrics: list[dict[str, float]] = []
 
-    def bind(self, environment_caveats: Sequence[str], secret: bytes) -> None:
+    def bind(
+        self, environment_caveats: Sequence[str], secret: bytes, run: Path | None = None, seed: int = 0, rank: int = 0
+    ) -> None:
         """Give the stage what is known at run time only. Without a judge there is nothing to keep."""
 
     def take_records(self) -> list[CallRecord]:
@@ -73,7 +77,7 @@ class JudgedRubric(BaseRubric):
         attribution_overrides: Overrides = "ignore",
         propose_cache: ProposeCache = "group",
         order: Literal["batch", "arrival"] = "batch",
-        max_failed_share: float = 0.25,
+        max_failed_share: float | None = None,
     ) -> None:
         """Set up the stage.
 
@@ -85,11 +89,14 @@ class JudgedRubric(BaseRubric):
             attribution_overrides: see `JudgePipeline`.
             propose_cache: see `JudgePipeline`.
             order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
-            max_failed_share: more failed judgements than this share of a batch's trajectories stop the run.
+            max_failed_share: more failed judgements than this share of a batch's trajectories stop the run; None takes
+                the judge's own.
         """
         super().__init__()
         if order not in ("batch", "arrival"):
             raise ConfigError(f"rubric order is {order!r}, expected batch or arrival")
+        if max_failed_share is None:
+            max_failed_share = judge.options.max_failed_share
         if not 0.0 <= max_failed_share <= 1.0:
             raise ConfigError(f"judge.max_failed_share is {max_failed_share}, expected a share between 0 and 1")
         self.client = judge
@@ -101,41 +108,91 @@ class JudgedRubric(BaseRubric):
             judge, self.caveats, secret, attribution_overrides, propose_cache, sink=self._records.append
         )
         self._loop: BackgroundLoop | None = None
+        self._place: tuple[Path, int] | None = None
+        self._model_changes = 0
 
     @abstractmethod
     def criteria(self, group: Group) -> Sequence[Criterion] | None:
         """The set to judge a group by; None has one proposed for it."""
 
-    def bind(self, environment_caveats: Sequence[str], secret: bytes = b"") -> None:
-        """Add the environment's caveats to every prompt and, if given, set the secret of the delimiters."""
+    def bind(
+        self,
+        environment_caveats: Sequence[str],
+        secret: bytes = b"",
+        run: Path | None = None,
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        """Add the environment's caveats to every prompt, set the secret of the delimiters, name the run.
+
+        Args:
+            environment_caveats: what a judge should know about the environment.
+            secret: at least 16 bytes; empty keeps the one there is.
+            run: run folder, for the judge's cache and ledger; None keeps nothing.
+            seed: of the run.
+            rank: of this process.
+        """
         self.pipeline.rebind((*self.caveats, *environment_caveats), secret)
+        if run is not None:
+            self._place = (run, seed)
+            self.client.bind(run, seed, rank)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The judge's limits are shared by all ranks."""
+        if self._place is not None and trainer.world_size > 1:
+            self.client.bind(*self._place, trainer.global_rank, trainer.world_size)
+
+    def check(self) -> CallRecord:
+        """One cheap call: is the key right, is the model there, does it answer in JSON?
+
+        Raises:
+            JudgeConfigError: no.
+            TrainingStopped: a cap on spending is reached.
+        """
+        return self._background().submit(ping(self.client)).result()
+
+    def _background(self) -> BackgroundLoop:
+        if self._loop is None or self._loop.closed:
+            self._loop = BackgroundLoop.shared()
+        return self._loop
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
         """Yield one judgement a group.
 
         Raises:
-            TrainingStopped: more trajectories than `max_failed_share` of the batch lost their judgement.
+            TrainingStopped: more trajectories than `max_failed_share` of the batch lost their judgement, or the judge
+                is gone: nothing of this batch is trained on then.
             JudgeConfigError: the provider refused for good.
         """
-        if self._loop is None or self._loop.closed:
-            self._loop = BackgroundLoop.shared()
+        loop = self._background()
+        self._share_spend()
+        unreachable = self.client.unreachable
         pending: dict[Future[Judgement], Group] = {}
         try:
             for group in groups:
                 call = self.pipeline.judge_group(group, self.criteria(group), self.needs_citations)
-                pending[self._loop.submit(call)] = group
+                pending[loop.submit(call)] = group
             members = sum(len(group.live().trajectories) for group in pending.values())
             failed = 0
             for future in self._ordered(pending):
                 judgement = future.result()
                 failures = [f for f in judgement.failures if f.phase != "rollout"]
                 failed += len(failures)
-                self._metrics.append(dict(judgement.metrics))
+                self._metrics.append({**judgement.metrics, **length_metrics(pending[future], judgement)})
                 self._guard(failed, members, failures)
                 yield judgement
+            if self.client.unreachable > unreachable:
+                self._alive()
         finally:
             for future in pending:
                 future.cancel()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Counters and rates over all judgements since the last take."""
+        changes, self._model_changes = self.client.model_changes - self._model_changes, self.client.model_changes
+        if changes and self._metrics:
+            self._metrics[-1]["judge/model_changes"] = float(changes)
+        return super().take_metrics()
 
     def _ordered(self, pending: dict[Future[Judgement], Group]) -> Iterator[Future[Judgement]]:
         if self.order == "batch":
@@ -145,6 +202,26 @@ class JudgedRubric(BaseRubric):
         while left:
             done, left = wait(left, return_when=FIRST_COMPLETED)
             yield from sorted(done, key=lambda future: pending[future].index)
+
+    def _share_spend(self) -> None:
+        """Tell the other ranks what this one has spent, and hear it from them."""
+        spend = self.client.spend
+        if world_size() > 1:
+            _ = self.client.store  # what earlier processes spent; every rank reads the same
+            before, after = spend.agreed, spend.own()
+            others = gather(after)
+            spend.agree(before[0] + sum(u for u, _ in others), before[1] + sum(t for _, t in others))
+
+    def _alive(self) -> None:
+        """Calls of this batch were given up because the provider failed. Was that a flaw, or is it gone?
+
+        What fell out below `max_failed_share` may be trained without; with a judge that is gone, it would be a batch
+        that an undisturbed run does not make.
+        """
+        try:
+            self.check()
+        except JudgeError as error:
+            raise TrainingStopped(f"the judge no longer answers: {error}") from None
 
     def _guard(self, failed: int, members: int, latest: Sequence[Failure]) -> None:
         if latest and failed > self.max_failed_share * members:
@@ -166,7 +243,8 @@ class JudgedRubric(BaseRubric):
         """End the background loop. The next `judge` starts a new one."""
         if self._loop is not None and not self._loop.closed:
             self._loop.submit(self.client.aclose()).result()
-            self._loop.close()
+            self._loop.close()  # cancelled calls write their last records
+        self.client.close()
         self._loop = None
 
     def state_dict(self) -> dict[str, Any]:

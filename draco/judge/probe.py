@@ -1,0 +1,50 @@
+"""One cheap call that shows whether a judge works: key, model, JSON."""
+
+from __future__ import annotations
+
+from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
+from draco.judge.client import JudgeClient, JudgeRequest
+from draco.judge.prompts import criteria_block, messages
+from draco.judge.records import CallRecord
+from draco.judge.schema import check_scores
+from draco.judge.transcript import fence
+from draco.types import Criterion
+
+__all__ = ["ping"]
+
+_CRITERION = Criterion(
+    "Says hello first", "The agent greets the user in its first turn.", "Pass if step 1 holds a greeting."
+)
+_TRANSCRIPT = "[system]\nYou are an agent.\n[user]\nGreet me.\n[step 1] action:\nHello!\n[transcript ends]\n"
+
+
+async def ping(client: JudgeClient) -> CallRecord:
+    """Have one made-up turn scored by one criterion, past the cache; the verdict itself does not matter.
+
+    Returns:
+        the record of the attempt that succeeded.
+
+    Raises:
+        JudgeConfigError: the provider refuses or is not there, or the model does not answer in the JSON asked for.
+        TrainingStopped: a cap on spending is reached.
+    """
+    records: list[CallRecord] = []
+    material = [fence(_TRANSCRIPT, "TRANSCRIPT", b"a made-up transcript"), criteria_block([_CRITERION], "Criteria")]
+    request = JudgeRequest(
+        phase="score",
+        messages=messages("score", material, ()),
+        check=lambda data: check_scores([_CRITERION], data),
+        sink=records.append,
+        task_id="preflight",
+        cached=False,
+    )
+    try:
+        await client.call(request)
+    except JudgeReplyError as error:
+        raise JudgeConfigError(
+            f"{error}; the judge answers, but not in the JSON asked for: choose a stronger judge.model, or try "
+            "judge.response_schema=on"
+        ) from None
+    except JudgeCallError as error:
+        raise JudgeConfigError(f"{error}; is judge.api_base right, and is the judge up?") from None
+    return records[-1]

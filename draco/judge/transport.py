@@ -1,0 +1,269 @@
+"""One request to one model through litellm, and what its failure means.
+
+litellm takes three seconds to import and is imported at the first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from draco.errors import JudgeCallError, JudgeConfigError
+from draco.judge.redact import Redactor
+from draco.judge.schema import json_schema
+from draco.judge.spend import Prices, Usage
+
+__all__ = ["Endpoint", "Fault", "Reply", "Transport"]
+
+_WHAT_TO_DO = {
+    "auth": "set the provider's key (for example OPENAI_API_KEY) or judge.api_base",
+    "not_found": "check judge.model and judge.api_base",
+    "bad_request": "check judge.model and its parameters; judge.temperature=null sends no temperature, "
+    "judge.response_schema=off sends no schema",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A model and where it is."""
+
+    model: str  #: litellm's name, provider first
+    api_base: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, given: str | Mapping[str, Any]) -> Endpoint:
+        """From an entry of `judge.fallbacks`: a name, or a mapping of model, api_base and api_key.
+
+        Raises:
+            JudgeConfigError: neither.
+        """
+        if isinstance(given, str):
+            return cls(given)
+        try:
+            return cls(**{str(k): v for k, v in given.items()})
+        except (TypeError, AttributeError):
+            raise JudgeConfigError(
+                "judge.fallbacks must be a list of model names or of mappings {model, api_base, api_key}"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back."""
+
+    text: str
+    truncated: bool  #: at the length limit
+    served_model: str  #: as the provider names it; empty when unknown
+    fingerprint: str  #: the provider's system fingerprint; empty when unknown
+    usage: Usage
+    cost_usd: float | None  #: None: no known price
+    latency_s: float
+
+
+class Fault(Exception):
+    """A request without a reply.
+
+    Attributes:
+        kind: rate_limit | server_error | timeout | connection (these may pass), too_long | refused | unexpected (this
+            prompt), auth | not_found | bad_request (for good).
+        passing: another attempt may succeed.
+        wait_s: the provider asked for this pause, 0 if it did not say.
+        latency_s: until it failed.
+    """
+
+    def __init__(self, kind: str, text: str, *, passing: bool, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.kind, self.passing, self.wait_s, self.latency_s = kind, passing, wait_s, 0.0
+
+    def final(self, model: str) -> JudgeCallError | JudgeConfigError:
+        """The error for a fault that will not pass."""
+        if self.kind in _WHAT_TO_DO:
+            return JudgeConfigError(f"{model}: {self}; {_WHAT_TO_DO[self.kind]}")
+        if self.kind in ("too_long", "refused"):
+            return JudgeCallError(f"{model} refused this prompt ({self.kind}): {self}")
+        return JudgeCallError(f"{model}: {self}")
+
+
+class Transport:
+    """Sends requests.
+
+    Args:
+        temperature: None sends none, for models that refuse it.
+        max_tokens: limit of a reply; None leaves it to the provider.
+        response_schema: auto | on | off: whether the provider gets the reply's JSON schema.
+        prices: in place of litellm's table.
+        provider: import path `module:function` of a function that registers a custom litellm provider.
+        redact: cleans error texts.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float | None,
+        max_tokens: int | None,
+        response_schema: str,
+        prices: Prices | None,
+        provider: str | None,
+        redact: Redactor,
+    ) -> None:
+        self.response_schema, self.prices, self.provider, self.redact = response_schema, prices, provider, redact
+        self._arguments: dict[str, Any] = {"max_retries": 0}
+        for name, value in (("temperature", temperature), ("max_tokens", max_tokens)):
+            if value is not None:
+                self._arguments[name] = value
+        self._litellm: Any = None
+        self._schemas: dict[str, bool] = {}  #: model → it gets the schema
+
+    def load(self) -> Any:
+        """Import and set up litellm, once. Called by the first call; call it earlier to take the wait elsewhere."""
+        if self._litellm is None:
+            # Without this litellm fetches a price table from the network on import.
+            os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+            # It imports more of itself during its first call, and pydantic then warns about types that are not ours.
+            warnings.filterwarnings("ignore", message=".*using the `ReadOnly` qualifier", category=UserWarning)
+            # It makes a custom provider's coroutine on a worker thread; a cancellation just then abandons it unstarted.
+            warnings.filterwarnings("ignore", message=".*acompletion' was never awaited", category=RuntimeWarning)
+            import litellm
+
+            litellm.suppress_debug_info = True  # no help text on stdout for every error
+            litellm.disable_token_counter = True  # we take the provider's usage; its own count costs time
+            if self.provider is not None:
+                from pydoc import locate
+
+                register = locate(self.provider.replace(":", "."))
+                if not callable(register):
+                    raise JudgeConfigError(f"judge.provider {self.provider!r} is no function; expected module:function")
+                register()
+            self._litellm = litellm
+        return self._litellm
+
+    async def aclose(self) -> None:
+        """Close open connections, on the loop that opened them."""
+        if self._litellm is not None:
+            await self._litellm.close_litellm_async_clients()
+
+    def sends_schema(self, model: str) -> bool:
+        """Whether requests to this model carry the reply's JSON schema."""
+        if model not in self._schemas:
+            litellm = self.load()
+            self._schemas[model] = self.response_schema == "on" or (
+                self.response_schema == "auto" and bool(litellm.supports_response_schema(model=model))
+            )
+        return self._schemas[model]
+
+    def price(self, model: str) -> Prices | None:
+        """What a model costs, for estimates; None = unknown."""
+        if self.prices is not None:
+            return self.prices
+        try:
+            info = self.load().get_model_info(model)
+        except Exception:  # litellm raises a bare Exception for a model that is not in its table
+            return None
+        names = ("input_cost_per_token", "output_cost_per_token", "cache_read_input_token_cost")
+        each, output, cached = (None if info.get(name) is None else info[name] * 1e6 for name in names)
+        return None if each is None or output is None else Prices(each, output, cached)
+
+    async def send(self, endpoint: Endpoint, messages: list[dict[str, str]], phase: str, timeout_s: float) -> Reply:
+        """Make one request.
+
+        Raises:
+            Fault: no reply.
+        """
+        litellm = self.load()
+        arguments = {**self._arguments, "model": endpoint.model, "timeout": timeout_s}
+        if endpoint.api_base is not None:
+            arguments["api_base"] = endpoint.api_base
+        if endpoint.api_key is not None:
+            arguments["api_key"] = endpoint.api_key
+        if self.sends_schema(endpoint.model):
+            schema = {"name": phase, "schema": json_schema(phase), "strict": True}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
+        started = time.perf_counter()
+        try:
+            # Not every provider honours litellm's timeout, and a stalled call must not hold its group for ever.
+            async with asyncio.timeout(timeout_s):
+                response = await litellm.acompletion(messages=messages, **arguments)
+        except Exception as error:
+            fault = self._fault(litellm, error)
+            fault.latency_s = time.perf_counter() - started
+            raise fault from None  # the provider's exception may carry request headers
+        return self._reply(response, time.perf_counter() - started)
+
+    def _reply(self, response: Any, latency_s: float) -> Reply:
+        usage = getattr(response, "usage", None)
+        details = getattr(usage, "prompt_tokens_details", None)
+        counted = Usage(
+            getattr(usage, "prompt_tokens", None) or 0,
+            getattr(usage, "completion_tokens", None) or 0,
+            getattr(details, "cached_tokens", None) or 0,
+        )
+        hidden = getattr(response, "_hidden_params", None) or {}
+        cost = hidden.get("response_cost") if self.prices is None else self.prices.cost(counted)
+        choice = response.choices[0] if response.choices else None
+        return Reply(
+            text=(choice.message.content or "") if choice is not None else "",
+            truncated=choice is not None and choice.finish_reason == "length",
+            served_model=getattr(response, "model", None) or "",
+            fingerprint=getattr(response, "system_fingerprint", None) or "",
+            usage=counted,
+            cost_usd=cost,
+            latency_s=latency_s,
+        )
+
+    def _fault(self, litellm: Any, error: Exception) -> Fault:
+        """What a transport error means."""
+        text = self.redact.error(f"{type(error).__name__}: {error}")
+        exceptions = litellm.exceptions
+        if isinstance(error, (TimeoutError, exceptions.Timeout)):
+            return Fault("timeout", text, passing=True)
+        if isinstance(error, (exceptions.ContextWindowExceededError, exceptions.ContentPolicyViolationError)):
+            kind = "too_long" if isinstance(error, exceptions.ContextWindowExceededError) else "refused"
+            return Fault(kind, text, passing=False)
+        status = getattr(error, "status_code", None)
+        if isinstance(error, exceptions.RateLimitError) or status == 429:
+            return Fault("rate_limit", text, passing=True, wait_s=_retry_after(error))
+        if isinstance(error, exceptions.APIConnectionError):
+            return Fault("connection", text, passing=True)
+        if status in (401, 403):
+            return Fault("auth", text, passing=False)
+        if status == 404:
+            return Fault("not_found", text, passing=False)
+        if isinstance(status, int) and 400 <= status < 500 and status != 408:
+            return Fault("bad_request", text, passing=False)
+        if isinstance(status, int):
+            return Fault("server_error", text, passing=True, wait_s=_retry_after(error))
+        if isinstance(error, (ConnectionError, OSError)):
+            return Fault("connection", text, passing=True)
+        return Fault("unexpected", text, passing=False)
+
+
+def _retry_after(error: Exception) -> float:
+    """Seconds that the provider asked to wait, an hour at most: Retry-After (a number or a date) or retry-after-ms."""
+    sources = (
+        getattr(error, "litellm_response_headers", None),
+        getattr(error, "headers", None),
+        getattr(getattr(error, "response", None), "headers", None),
+    )
+    for headers in sources:
+        found = {str(k).lower(): str(v) for k, v in dict(headers or {}).items()}
+        if "retry-after-ms" in found:
+            return _seconds(found["retry-after-ms"]) / 1000.0
+        if "retry-after" in found:
+            return _seconds(found["retry-after"])
+    return 0.0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        date = email.utils.parsedate_tz(text)
+        seconds = email.utils.mktime_tz(date) - time.time() if date is not None else 0.0
+    return min(max(seconds, 0.0), 3600.0) if seconds == seconds else 0.0
