@@ -6,6 +6,7 @@ litellm takes three seconds to import and is imported at the first call.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import os
 import re
@@ -48,6 +49,10 @@ class JudgeRequest(Generic[T]):
     task_id: str = ""
     sample: int = -1
     step: int = 0
+    version: str = ""  #: of the packaged texts behind `messages`; empty: those of the paper's prompt for `phase`
+    schema: Mapping[str, Any] | None = None  #: JSON Schema of the reply; None: that of `phase`
+    repeat: int = 0  #: which of several calls with the same prompt this is: part of a cache's key
+    salt: str = ""  #: part of a cache's key: the adapter's hash where the policy is the judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,9 @@ class JudgeClient:
         response_schema: str = "auto",
         backoff_s: float = 1.0,
         provider: str | None = None,
+        plan: str = "paper",
+        members: Sequence[str] = (),
+        ensemble: str = "majority",
     ) -> None:
         """Set up a client; nothing is sent and nothing heavy is imported yet.
 
@@ -92,6 +100,9 @@ class JudgeClient:
             response_schema: auto | on | off: whether the provider gets the reply's JSON schema.
             backoff_s: first pause before a retry, seconds; doubles, with jitter.
             provider: import path `module:function` of a function that registers a custom litellm provider.
+            plan: paper | lean; kept here for the stage, which reads it (`draco.judge.plan`).
+            members: models that score together; empty for `model` alone. Also for the stage (`draco.judge.ensemble`).
+            ensemble: majority | unanimous | weighted: how their votes become a verdict.
         """
         if response_schema not in {"auto", "on", "off"}:
             raise JudgeConfigError(f"judge.response_schema is {response_schema!r}, expected auto, on or off")
@@ -104,6 +115,7 @@ class JudgeClient:
         self.concurrency = concurrency
         self.response_schema = response_schema
         self.provider = provider
+        self.plan, self.members, self.ensemble = plan, tuple(members), ensemble
         grows = tenacity.wait_exponential(multiplier=backoff_s, max=60.0)
         self._wait = grows + tenacity.wait_random(0.0, backoff_s)
         self._arguments: dict[str, Any] = {"model": model, "timeout": timeout_s, "max_retries": 0}
@@ -120,6 +132,19 @@ class JudgeClient:
         self._litellm: Any = None
         self._sends_schema = False
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def with_model(self, model: str, **arguments: Any) -> JudgeClient:
+        """The same client for another model; limits, cache and whatever else it holds are shared.
+
+        Args:
+            model: litellm's name of it.
+            arguments: further arguments of litellm's call, such as api_base.
+        """
+        other = copy.copy(self)
+        other.model = model
+        other._arguments = {**self._arguments, "model": model, **arguments}
+        other._litellm = None  # whether the model takes a schema is its own matter
+        return other
 
     def redact(self, text: str) -> str:
         """`text` without any key that the environment or the configuration holds."""
@@ -232,7 +257,7 @@ class JudgeClient:
         litellm = self.load()
         arguments = self._arguments
         if self._sends_schema:
-            schema = {"name": request.phase, "schema": json_schema(request.phase), "strict": True}
+            schema = {"name": request.phase, "schema": request.schema or json_schema(request.phase), "strict": True}
             arguments = {**arguments, "response_format": {"type": "json_schema", "json_schema": schema}}
         started = time.perf_counter()
 
@@ -250,7 +275,7 @@ class JudgeClient:
                     model=self.model,
                     served_model=getattr(response, "model", None) or "",
                     fingerprint=getattr(response, "system_fingerprint", None) or "",
-                    prompt_version=prompt_version(request.phase),
+                    prompt_version=request.version or prompt_version(request.phase),
                     prompt_hash=hashlib.sha256(repr(sent).encode(errors="surrogatepass")).hexdigest()[:32],
                     temperature=self.temperature,
                     attempt=number,
