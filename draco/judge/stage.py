@@ -24,7 +24,7 @@ from draco.background import BackgroundLoop
 from draco.errors import ConfigError, TrainingStopped
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
-from draco.judge.prompts import PHASES
+from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, with_rates
 from draco.stages import RubricStage
 from draco.types import Criterion, Failure, Group, Judgement
@@ -48,7 +48,7 @@ class BaseRubric(RubricStage):
         taken = []
         while self._records:
             taken.append(self._records.popleft())
-        return sorted(taken, key=lambda r: (r.step, r.task_id, PHASES.index(r.phase), r.sample, r.attempt))
+        return sorted(taken, key=lambda r: (r.step, r.task_id, CALLS.index(r.phase), r.sample, r.attempt))
 
     def take_metrics(self) -> dict[str, float]:
         """Counters and rates over all judgements since the last take."""

@@ -28,6 +28,8 @@ def reply(prompt: Prompt) -> dict[str, Any]:
             return _merge(prompt)
         case "score":
             return {"verdicts": [_scored(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
+        case "assess":
+            return {"assessments": [_assessed(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
         case "attribute":
             return {"attributions": [_attributed(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
     raise ValueError(f"unknown call {prompt.phase!r}")
@@ -82,6 +84,10 @@ def _scored(block: str, title: str) -> dict[str, Any]:
     score, _, evidence = _decide(block, title)
     why = {1: "The calls show it.", -1: "The calls show that it does not hold.", 0: "It does not apply here."}[score]
     return {"title": title, "evidence": evidence, "justification": why, "score": score}
+
+
+def _assessed(block: str, title: str) -> dict[str, Any]:
+    return _scored(block, title) | {"relevant_steps": _attributed(block, title)["relevant_steps"]}
 
 
 def _attributed(block: str, title: str) -> dict[str, Any]:
