@@ -28,8 +28,8 @@ _DECISIVE = frozenset(
 #: words that the material is bound to hold and that say nothing
 _FUNCTION = frozenset(
     _WORD.findall(
-        "a an the of to in on at by for from with as that which who it its this these those is are was were be been and "
-        "has have had do does"
+        "a an the of to in on at by for from with as that which who it its this these those is are was were "
+        "be been and has have had do does"
     )
 )
 
