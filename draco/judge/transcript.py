@@ -63,7 +63,7 @@ class Caps:
 
 
 #: of a step in a digest
-DIGEST = Caps(action=320, observation=240)
+DIGEST = Caps(action=200, observation=160)
 
 
 def escape(text: str) -> str:

@@ -22,7 +22,7 @@ from draco.types import Criterion, Trajectory
 
 __all__ = ["LeanPlan", "named_steps"]
 
-_STEPS = re.compile(r"\bsteps?\b[^\d\n]{0,8}(\d+(?:\s*(?:,|;|-|–|to|and|or|&)+\s*\d+)*)", re.IGNORECASE)
+_STEPS = re.compile(r"\bsteps?\b[^\d\n]{0,8}(\d+(?:\s*(?:,|-|–|to|and|or|&)+\s*\d+)*)", re.IGNORECASE)
 _RANGE = re.compile(r"(\d+)(?:\s*(?:-|–|to)\s*(\d+))?")
 _LONGEST_RANGE = 10  # "steps 2-40" points at nothing
 
