@@ -47,9 +47,7 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int, step: int
     parts = build(config)
     parts.module.configure_model()
     policy = parts.module.policy
-    chosen = select_tasks(
-        parts.environment, policy, config.env.train_split, tasks, config.limits.max_prompt_tokens
-    )
+    chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, config.limits.max_prompt_tokens)
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
     batch = TaskBatch(step, tuple(chosen), samples, "author", config.temperature)
     return sorted(rollout.generate(policy, batch), key=lambda g: g.index)
@@ -81,5 +79,3 @@ def archived_groups(run: Path, steps: int | None = None) -> list[Group]:
             for index, rows in sorted(members.items())
         ]
     return groups
-
-

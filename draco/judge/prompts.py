@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from draco.judge.transcript import CONTROL
 from draco.types import Criterion
 
 __all__ = [
@@ -32,15 +34,8 @@ __all__ = [
 PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
 #: every kind of call there is, in the order in which they are made
 CALLS = ("propose_task", "propose_rollout", "merge", "reduce", "score", "assess", "attribute")
-#: inside JSON: line breaks that json.dumps leaves as they are, and the start of a chat template's control token
-_UNSAFE = {
-    "\x7f": "\\u007f",
-    "\x85": "\\u0085",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-    "<|": "<\\u007c",
-    "<｜": "<\\uff5c",
-}
+#: line breaks that json.dumps leaves as they are
+_UNSAFE = {"\x7f": "\\u007f", "\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @cache
@@ -67,6 +62,12 @@ def _system(caveats: tuple[str, ...], more: str = "") -> str:
     if caveats:
         text += "\nWhat to know about this environment\n\n" + "".join(f"- {caveat}\n" for caveat in caveats)
     return text
+
+
+def _hidden(token: re.Match[str]) -> str:
+    """A control token with its second character as a JSON escape: the same string, another spelling."""
+    rest = token[2]
+    return token[0] if rest[0] == "\\" else f"{token[1]}\\u{ord(rest[0]):04x}{rest[1:]}"
 
 
 def criteria_block(
@@ -103,7 +104,7 @@ def criteria_block(
         for found, written in _UNSAFE.items():
             if found in text:
                 text = text.replace(found, written)
-        rows.append(text)
+        rows.append(CONTROL.sub(_hidden, text))
     return f"## {heading}\n```json\n[{(','.join(chr(10) + row for row in rows))}\n]\n```\n"
 
 

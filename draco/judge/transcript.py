@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from draco.errors import ConfigError
 from draco.types import Message, Step, Trajectory
 
-__all__ = ["Blocks", "Caps", "cut", "digest", "escape", "fence", "opening", "steps", "transcript"]
+__all__ = ["CONTROL", "Blocks", "Caps", "cut", "digest", "escape", "fence", "opening", "steps", "transcript"]
 
 # What counts as a new line for a reader, not only for str.split("\n"): a carriage return or a Unicode line separator
 # would show a forged role tag at the start of a line just as well.
@@ -43,7 +43,9 @@ _TAG = re.compile(
 # Our own delimiters, wherever they stand, and the control tokens of common chat templates: a server that renders the
 # prompt may turn their spelling into the tokens themselves.
 _DELIMITER = re.compile(r"(\\*<<<\s*(?:BEGIN|END)\b)", re.IGNORECASE)
-_CONTROL = re.compile(r"([<\[])(\\*(?:[|｜]|/?s>|/?(?:start|end)_of_turn>|[be]os>|/?INST\]|</?SYS>>))", re.IGNORECASE)
+CONTROL = re.compile(
+    r"([<\[])((?:\\*)(?:[|｜]|/?s>|/?(?:start|end)_of_turn>|[be]os>|/?INST\]|</?SYS>>))", re.IGNORECASE
+)
 _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -76,7 +78,7 @@ def escape(text: str) -> str:
     text = _TAG.sub(r"\1\2\\\3", text)
     if "<<<" in text:
         text = _DELIMITER.sub(r"\\\1", text)
-    return _CONTROL.sub(r"\1\\\2", text)
+    return CONTROL.sub(r"\1\\\2", text)
 
 
 def cut(text: str, limit: int) -> str:
