@@ -22,10 +22,11 @@ from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
 from draco.errors import ConfigError, TrainingStopped
-from draco.judge.client import JudgeClient
+from draco.judge.ensemble import Judge, Panel
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, with_rates
+from draco.judge.transcript import Caps
 from draco.stages import RubricStage
 from draco.types import Criterion, Failure, Group, Judgement
 
@@ -67,24 +68,29 @@ class JudgedRubric(BaseRubric):
 
     def __init__(
         self,
-        judge: JudgeClient,
+        judge: Judge,
         caveats: Sequence[str] = (),
         secret_path: str | None = None,
         attribution_overrides: Overrides = "ignore",
         propose_cache: ProposeCache = "group",
         order: Literal["batch", "arrival"] = "batch",
         max_failed_share: float = 0.25,
+        max_action_chars: int = 24_000,
+        max_observation_chars: int = 12_000,
+        panel: Panel | None = None,
     ) -> None:
         """Set up the stage.
 
         Args:
-            judge: carries the calls.
+            judge: carries the calls; names the plan and the members of an ensemble.
             caveats: added to every prompt, before those of the environment.
             secret_path: file that keys the transcript delimiters, made with mode 0600 if missing. `bind` may give the
                 secret itself. Without either a secret of this process is used.
             attribution_overrides: see `JudgePipeline`.
             propose_cache: see `JudgePipeline`.
             order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
+            max_action_chars, max_observation_chars: of one step; the middle of a longer text is left out, visibly.
+            panel: who scores; None: the judge's members, or the judge alone.
             max_failed_share: more failed judgements than this share of a batch's trajectories stop the run.
         """
         super().__init__()
@@ -98,7 +104,14 @@ class JudgedRubric(BaseRubric):
         self.max_failed_share = max_failed_share
         secret = read_secret(Path(secret_path)) if secret_path else secrets.token_bytes(32)
         self.pipeline = JudgePipeline(
-            judge, self.caveats, secret, attribution_overrides, propose_cache, sink=self._records.append
+            judge,
+            self.caveats,
+            secret,
+            attribution_overrides,
+            propose_cache,
+            sink=self._records.append,
+            caps=Caps(max_action_chars, max_observation_chars),
+            panel=panel,
         )
         self._loop: BackgroundLoop | None = None
 
