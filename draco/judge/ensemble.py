@@ -31,6 +31,10 @@ class Judge(Protocol):
     model: str
     plan: str
 
+    def with_model(self, model: str, **arguments: Any) -> Judge:
+        """The same for another model."""
+        ...
+
     async def call(self, request: JudgeRequest[Any]) -> Any:
         """Make one call and return its checked reply."""
         ...

@@ -29,8 +29,9 @@ from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments
 from draco.judge.client import JudgeRequest
 from draco.judge.ensemble import Ballot, Judge, Panel, Voter, panel_of
 from draco.judge.plan import plan_named
+from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.records import CallRecord, call_metrics, with_rates
-from draco.judge.schema import Attributed, Scored, check_attributions, check_criteria, check_scores
+from draco.judge.schema import Attributed, Scored, check_attributions, check_criteria, check_scores, json_schema
 from draco.judge.transcript import Blocks, Caps
 from draco.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
 
@@ -255,6 +256,28 @@ class JudgePipeline:
         metrics = with_rates(run.counters | call_metrics(run.records))
         failures = tuple(sorted(run.failures, key=lambda f: f.sample))
         return replace(judgement, failures=failures, metrics=metrics)
+
+    async def propose_group(self, group: Group) -> tuple[Criterion, ...]:
+        """The set that `judge_group` would judge by; empty where the group was skipped."""
+        run = _Run(group.live(), Blocks(self._secret, self.caps))
+        try:
+            self._need_two(run)
+            return await self._propose(run)
+        except _Skipped:
+            return ()
+
+    async def reduce(self, criteria: Sequence[Criterion]) -> tuple[Criterion, ...]:
+        """One general set, ≤ 24, out of criteria of single tasks."""
+        request = JudgeRequest(
+            phase="reduce",
+            messages=messages("reduce", [criteria_block(criteria, "Criteria of single tasks")], self.caveats),
+            check=partial(check_criteria, "merge"),
+            sink=self._sink or (lambda record: None),
+            version=prompt_version("reduce"),
+            schema=json_schema("merge"),
+        )
+        found: tuple[Criterion, ...] = await self.client.call(request)
+        return found
 
     async def _judge(self, run: _Run, criteria: Sequence[Criterion] | None, citations: bool) -> Judgement:
         self._need_two(run)

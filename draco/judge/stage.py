@@ -135,10 +135,12 @@ class JudgedRubric(BaseRubric):
         pending: dict[Future[Judgement], Group] = {}
         try:
             for group in groups:
+                self.before_group(group)
                 call = self.pipeline.judge_group(group, self.criteria(group), self.needs_citations)
                 pending[self._loop.submit(call)] = group
             members = sum(len(group.live().trajectories) for group in pending.values())
             failed = 0
+            self.attend(pending)
             for future in self._ordered(pending):
                 judgement = future.result()
                 failures = [f for f in judgement.failures if f.phase != "rollout"]
@@ -149,6 +151,12 @@ class JudgedRubric(BaseRubric):
         finally:
             for future in pending:
                 future.cancel()
+
+    def before_group(self, group: Group) -> None:
+        """Called on the caller's thread before a group's calls are submitted."""
+
+    def attend(self, pending: Iterable[Future[Judgement]]) -> None:
+        """Called on the caller's thread after all groups were submitted, before the first judgement is waited for."""
 
     def _ordered(self, pending: dict[Future[Judgement], Group]) -> Iterator[Future[Judgement]]:
         if self.order == "batch":
