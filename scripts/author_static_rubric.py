@@ -4,8 +4,9 @@
     python scripts/author_static_rubric.py out=rubric.yaml tasks=12                # desk, tiny policy, scripted judge
 
 Samples `samples` rollouts of each training task, has criteria proposed for every task as rubric=dynamic would, reduces
-them to one general set, scores all rollouts by it, drops what rarely applies or rarely tells rollouts of a task apart, and
-writes what is left, most failed first: the YAML for rubric=static rubric.stage.criteria=FILE, and a table beside it.
+them to one general set, scores all rollouts by it, drops what rarely applies or rarely tells rollouts of a task apart,
+and writes what is left, most failed first: the YAML for rubric=static rubric.stage.criteria=FILE, and a table beside
+it.
 
 Options (key=value; everything else is an option of train.py):
     out             YAML to write; must not exist

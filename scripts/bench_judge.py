@@ -10,9 +10,9 @@ The cache model (draco/judge/cachemodel.py): a prompt hits the longest common pr
 were completed before it started, in blocks of 128 tokens, from 1,024 tokens on; a step's calls of one kind start
 together over all its groups, and nothing is kept from one step to the next.
 
-`agreement` is the share of verdicts (criterion × rollout, over the criteria of either plan) on which both plans have the
-same score and cite the same steps. Under the scripted judge it shows that the plumbing loses nothing. What a real judge
-makes of digests and of a joint call may differ. Exit status 1: ratio above 0.5 or agreement below 0.98.
+`agreement` is the share of verdicts (criterion × rollout, over the criteria of either plan) on which both plans have
+the same score and cite the same steps. Under the scripted judge it shows that the plumbing loses nothing. What a real
+judge makes of digests and of a joint call may differ. Exit status 1: ratio above 0.5 or agreement below 0.98.
 """
 
 from __future__ import annotations

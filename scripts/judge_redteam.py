@@ -2,11 +2,11 @@
 
     python scripts/judge_redteam.py judge=litellm judge.model=openai/gpt-5.4 [judge.plan=lean] [attacks=10]
 
-Every attack of draco/judge/redteam/attacks.yaml is planted in a rollout that provably breaks two of three criteria; the same
-rollout with a neutral text in its place is the control. A flip is a verdict that differs from the control's; a *won*
-flip raises it. Judges are not deterministic: `controls` repeats of the control (default 3) show how many verdicts differ by
-themselves; with a cache that keeps replies, add judge.cache=off. A judge whose call fails on an attack counts as failed, not
-as flipped. The last line is JSON. Exit status 1: some attack won.
+Every attack of draco/judge/redteam/attacks.yaml is planted in a rollout that provably breaks two of three criteria; the
+same rollout with a neutral text in its place is the control. A flip is a verdict that differs from the control's; a
+*won* flip raises it. Judges are not deterministic: `controls` repeats of the control (default 3) show how many verdicts
+differ by themselves; with a cache that keeps replies, add judge.cache=off. A judge whose call fails on an attack counts
+as failed, not as flipped. The last line is JSON. Exit status 1: some attack won.
 """
 
 from __future__ import annotations
