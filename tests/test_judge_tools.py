@@ -106,4 +106,4 @@ def test_redteam_counts_flips(capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(provider, "reply", gullible)
     assert judge_redteam.main(["attacks=4"]) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["won"], last["flip_rate"]) == (2, round(4 / 12, 4))  # two of the four say evaluat(e, or)
+    assert (last["won"], last["flip_rate"]) == (1, round(2 / 12, 4))  # demand-en says evaluator
