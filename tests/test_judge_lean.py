@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import litellm
 import pytest
 from judge_desk import FAULTS, play
 from judge_fakes import CRITERIA, FakeJudge, client, group, trajectory
@@ -213,7 +214,8 @@ def test_the_scripted_judge_says_the_same_under_both_plans_at_half_the_tokens() 
     assert [j.rewards for j in paper] == [j.rewards for j in lean]
 
     def uncached(calls: list[CallRecord]) -> int:
-        return sum(u.uncached for u in prompt_usage(calls, lambda text: text.split(" ")).values())
+        usage = prompt_usage(calls, lambda text: litellm.encode(model="gpt-4o", text=text))
+        return sum(u.uncached for u in usage.values())
 
     assert uncached(lean_calls) <= 0.5 * uncached(paper_calls)
     assert {read_prompt(r.messages[1][1]).phase for r in lean_calls} == {
