@@ -121,6 +121,19 @@ class FakeJudge(CustomLLM):
                     for k, t in enumerate(names)
                 ]
             }
+        if phase == "assess":
+            return {
+                "assessments": [
+                    {
+                        "title": t,
+                        "evidence": "e",
+                        "justification": "j",
+                        "score": -1 if sample == 0 and k == 0 else 1,
+                        "relevant_steps": [2],
+                    }
+                    for k, t in enumerate(names)
+                ]
+            }
         return {
             "attributions": [
                 {"title": t, "explanation": "x", "verdict": -1 if sample == 0 and k == 0 else 1, "relevant_steps": [2]}

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,7 +29,7 @@ from draco.judge.spend import Prices, Spend, Usage
 from draco.judge.store import Store, Stored, key_of
 from draco.judge.transport import Endpoint, Fault, Reply, Transport
 
-__all__ = ["JudgeClient", "JudgeOptions", "JudgeRequest"]
+__all__ = ["JudgeClient", "JudgeMember", "JudgeOptions", "JudgeRequest"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,10 @@ class JudgeRequest(Generic[T]):
     repeat: int = 0  #: 0-based, where one prompt is asked several times; part of the cache key
     deadline: float | None = None  #: time.monotonic() after which the call fails; None = none
     cached: bool = True  #: False: neither read from nor written to the cache
+    version: str = ""  #: of the packaged texts behind `messages`; empty: those of the paper's prompt for `phase`
+    schema: Mapping[str, Any] | None = None  #: JSON Schema of the reply; None: that of `phase`
+    salt: str = ""  #: part of the cache key: the adapter's hash where the policy is the judge
+    endpoint: Endpoint | None = None  #: whom to ask; None: the client's model and its fallbacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,9 @@ class JudgeOptions:
     prices: Mapping[str, Any] | None = None  #: USD a million tokens, in place of litellm's table: input, output, cached
     on_model_change: Literal["warn", "stop"] = "warn"  #: the provider serves another model or fingerprint than before
     max_failed_share: float = 0.25  #: more failed judgements than this share of a batch's trajectories stop the run
+    plan: str = "paper"  #: or lean; read by the pipeline (`draco.judge.plan`)
+    members: Sequence[str] = ()  #: models that score together; empty: `model` alone (`draco.judge.ensemble`)
+    ensemble: str = "majority"  #: or unanimous, weighted: how the members' votes become a verdict
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -120,6 +127,11 @@ class _Call(Generic[T]):
     sent: tuple[tuple[str, str], ...] = ()  #: messages of the current question, redacted
     prompt_hash: str = ""
 
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """JSON Schema of the reply."""
+        return self.request.schema or json_schema(self.request.phase)
+
 
 class JudgeClient:
     """Calls one frozen judge model through litellm. Nothing is sent and nothing heavy is imported before it is used."""
@@ -136,6 +148,7 @@ class JudgeClient:
         """
         self.options = o = JudgeOptions(model, **options)
         self.model, self.temperature = o.model, o.temperature
+        self.plan, self.members, self.ensemble = o.plan, tuple(o.members), o.ensemble
         self.endpoints = (Endpoint(o.model, o.api_base, o.api_key), *(Endpoint.of(f) for f in o.fallbacks))
         self.redact = Redactor(e.api_key for e in self.endpoints)
         self.transport = Transport(
@@ -205,6 +218,16 @@ class JudgeClient:
         seconds = self.options.group_deadline_s
         return None if seconds is None else time.monotonic() + seconds
 
+    def with_model(self, model: str, **arguments: Any) -> JudgeMember:
+        """The same judge with another model.
+
+        Args:
+            model: litellm's name of it.
+            arguments: `api_base`, `api_key`, and further arguments of litellm's call.
+        """
+        place = {name: arguments.pop(name) for name in ("api_base", "api_key") if name in arguments}
+        return JudgeMember(self, Endpoint(model, **place, arguments=arguments))
+
     # -- a call --------------------------------------------------------------------------------------------------
 
     async def call(self, request: JudgeRequest[T]) -> T:
@@ -269,11 +292,13 @@ class JudgeClient:
             self._words(call, messages)
         if usable is not None:  # the first reply lacked citations only; it is better than the broken second
             return usable[0]
-        raise JudgeReplyError(f"{request.phase}: unusable reply of {self.model}: {self.redact(fault)[:500]}")
+        asked_of = self.model if request.endpoint is None else request.endpoint.model
+        raise JudgeReplyError(f"{request.phase}: unusable reply of {asked_of}: {self.redact(fault)[:500]}")
 
     async def _ask(self, call: _Call[T], messages: list[dict[str, str]]) -> Reply:
         """A reply from the model, or from the first fallback that gives one."""
-        for endpoint in self.endpoints:
+        endpoints = self.endpoints if call.request.endpoint is None else (call.request.endpoint,)
+        for endpoint in endpoints:
             before = call.attempts
             try:
                 return await self._retry(call, endpoint, messages)
@@ -282,10 +307,10 @@ class JudgeClient:
                 if isinstance(error, JudgeConfigError):
                     raise error from None
                 if fault.passing:
-                    self.unreachable += endpoint is self.endpoints[-1]
+                    self.unreachable += endpoint is endpoints[-1]
                     times = call.attempts - before
                     error = JudgeCallError(f"{call.request.phase}: {endpoint.model} failed {times} times: {fault}")
-                if endpoint is self.endpoints[-1] or fault.kind == "deadline":
+                if endpoint is endpoints[-1] or fault.kind == "deadline":
                     raise error from None
         raise AssertionError("unreachable")
 
@@ -322,7 +347,9 @@ class JudgeClient:
         call.attempts += 1
         self.spend.under_way += 1
         try:
-            reply = await self.transport.send(endpoint, messages, call.request.phase, min(self.options.timeout_s, left))
+            reply = await self.transport.send(
+                endpoint, messages, call.request.phase, call.schema, min(self.options.timeout_s, left)
+            )
         except Fault as fault:
             use.tokens = 0
             if fault.wait_s:
@@ -376,9 +403,11 @@ class JudgeClient:
         o, request = self.options, call.request
         if o.cache == "off" or not request.cached or self.store is None:
             return None
-        parameters: dict[str, Any] = {"model": o.model, "temperature": o.temperature, "max_tokens": o.max_tokens}
-        if self.transport.sends_schema(o.model):
-            parameters["schema"] = json_schema(request.phase)
+        asked = request.endpoint or self.endpoints[0]
+        parameters: dict[str, Any] = {"model": asked.model, "temperature": o.temperature, "max_tokens": o.max_tokens}
+        parameters |= {"salt": request.salt, **asked.arguments}
+        if self.transport.sends_schema(asked.model):
+            parameters["schema"] = call.schema
         return key_of(parameters, call.prompt_hash, self._seed, request.step, request.sample, request.repeat)
 
     def _from_cache(self, call: _Call[T], key: str) -> tuple[T] | None:
@@ -429,7 +458,7 @@ class JudgeClient:
             model=call.endpoint.model if call.endpoint else self.model,
             served_model=reply.served_model if reply else "",
             fingerprint=reply.fingerprint if reply else "",
-            prompt_version=prompt_version(request.phase),
+            prompt_version=request.version or prompt_version(request.phase),
             prompt_hash=call.prompt_hash,
             temperature=self.temperature,
             attempt=call.attempts,
@@ -473,6 +502,40 @@ class JudgeClient:
             self._record(call, "model_change", said, reply)
             raise TrainingStopped(f"{said} (judge.on_model_change=stop); a resume accepts what is known now")
         log.warning("%s", said)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeMember:
+    """A client's calls to another model. Slots, limits, spending, cache and ledger are the client's; the client's
+    fallbacks, which stand in for its own model, are not used."""
+
+    client: JudgeClient
+    endpoint: Endpoint
+
+    @property
+    def model(self) -> str:
+        """litellm's name."""
+        return self.endpoint.model
+
+    @property
+    def plan(self) -> str:
+        """The client's."""
+        return self.client.plan
+
+    def with_model(self, model: str, **arguments: Any) -> JudgeMember:
+        """The same client with yet another model."""
+        return self.client.with_model(model, **arguments)
+
+    def group_deadline(self) -> float | None:
+        """See `JudgeClient.group_deadline`."""
+        return self.client.group_deadline()
+
+    async def call(self, request: JudgeRequest[T]) -> T:
+        """See `JudgeClient.call`."""
+        return await self.client.call(replace(request, endpoint=self.endpoint))
+
+    async def aclose(self) -> None:
+        """The client closes what is open."""
 
 
 def _name(served: tuple[str, str]) -> str:

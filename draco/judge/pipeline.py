@@ -2,7 +2,9 @@
 
     propose_task (1) → propose_rollout (G) → merge (1) → score (G) → dropout → attribute (G)
 
-About 20 calls for G = 6; 14 where the credit stage needs no citations; 12 or 6 with a static set.
+About 20 calls for G = 6; 14 where the credit stage needs no citations; 12 or 6 with a static set. What each call shows,
+and whether score and attribution are one, is the plan's choice (`draco.judge.plan`); who scores is the panel's
+(`draco.judge.ensemble`).
 
 Who leaves, and when: quarantined rollouts before anything; a rollout whose own call failed, before statistics.
 Dropout and rewards are computed over the members that are left at the end. Dropout is needed before `attribute`, so
@@ -14,7 +16,7 @@ survives the second time was attributed. An override never changes which criteri
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -23,11 +25,14 @@ import torch
 
 from draco import advantage
 from draco.errors import ConfigError, JudgeConfigError, JudgeError
-from draco.judge.client import JudgeClient, JudgeRequest
-from draco.judge.prompts import criteria_block, messages
+from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments
+from draco.judge.client import JudgeRequest
+from draco.judge.ensemble import Ballot, Judge, Panel, Voter, panel_of
+from draco.judge.plan import plan_named
+from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.records import CallRecord, call_metrics, with_rates
-from draco.judge.schema import Attributed, Scored, check_attributions, check_criteria, check_scores
-from draco.judge.transcript import fence, opening, transcript
+from draco.judge.schema import Attributed, Scored, check_attributions, check_criteria, check_scores, json_schema
+from draco.judge.transcript import Blocks, Caps
 from draco.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
 
 __all__ = ["JudgePipeline"]
@@ -47,10 +52,10 @@ class _Run:
     """One group on its way through the calls."""
 
     group: Group
+    blocks: Blocks
     records: list[CallRecord] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
-    blocks: dict[int, str] = field(default_factory=dict)  #: fenced transcript by sample
     deadline: float | None = None  #: time.monotonic() after which calls fail; None = none
 
     def count(self, name: str, by: float = 1.0) -> None:
@@ -61,22 +66,45 @@ class _Skipped(Exception):
     """The group cannot go on; its failures are recorded."""
 
 
+async def _settled(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
+    """Results and errors of all calls, made at once."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for task in tasks:  # cancelled from outside: leave nothing behind
+            task.cancel()
+
+
+async def _together(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Results of all calls, made at once; the first error in their order if any failed."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    results = await _settled(calls)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
 class JudgePipeline:
     """Judges groups with one client. Holds no state but the proposals that `propose_cache="run"` reuses."""
 
     def __init__(
         self,
-        client: JudgeClient,
+        client: Judge,
         caveats: Sequence[str] = (),
         secret: bytes = b"",
         attribution_overrides: Overrides = "ignore",
         propose_cache: ProposeCache = "group",
         sink: Callable[[CallRecord], None] | None = None,
+        caps: Caps | None = None,
+        panel: Panel | None = None,
     ) -> None:
         """Set up a pipeline.
 
         Args:
-            client: carries the calls.
+            client: carries the calls, and names the plan.
             caveats: what a judge should know about the environment; added to every prompt.
             secret: keys the transcript delimiters; at least 16 bytes.
             attribution_overrides: `ignore`: the scored verdict stands in R, and the credit stage leaves an overridden
@@ -84,6 +112,8 @@ class JudgePipeline:
                 both.
             propose_cache: `group`: propose_task once a group; `run`: its criteria are reused for the same task.
             sink: gets a record of every attempt of every call, on the thread of the event loop.
+            caps: longest action and observation that a prompt shows whole.
+            panel: who scores; None: the client's members, or the client alone.
         """
         _check_secret(secret)
         if attribution_overrides not in ("ignore", "apply"):
@@ -91,6 +121,10 @@ class JudgePipeline:
         if propose_cache not in ("group", "run"):
             raise ConfigError(f"propose_cache is {propose_cache!r}, expected group or run")
         self.client = client
+        self.plan = plan_named(client.plan)
+        self.panel = panel or panel_of(client)
+        self.salt = ""  #: part of every cache key: the adapter's hash where the policy judges
+        self.caps = caps or Caps()
         self.caveats = tuple(caveats)
         self.attribution_overrides = attribution_overrides
         self.propose_cache = propose_cache
@@ -112,8 +146,8 @@ class JudgePipeline:
         task = run.group.task
         if task.id in self.proposals:
             return self.proposals[task.id]
-        block = fence(opening(run.group.trajectories[0]), "OPENING", self._secret)
-        found = await self._call(run, "propose_task", [block], partial(check_criteria, "propose_task"))
+        material = self.plan.propose_task(run.blocks, run.group.trajectories[0])
+        found = await self._call(run, "propose_task", material, partial(check_criteria, "propose_task"))
         # First come, first kept: two groups of one task in a batch must not disagree afterwards.
         return self.proposals.setdefault(task.id, found) if self.propose_cache == "run" else found
 
@@ -121,29 +155,39 @@ class JudgePipeline:
         self, run: _Run, trajectory: Trajectory, known: Sequence[Criterion]
     ) -> tuple[Criterion, ...]:
         """≤ 10 criteria that only this execution reveals."""
-        material = [self._block(run, trajectory), criteria_block(known, "Existing criteria")]
+        material = self.plan.propose_rollout(run.blocks, trajectory, known)
         check = partial(check_criteria, "propose_rollout")
         return await self._call(run, "propose_rollout", material, check, trajectory.sample)
 
     async def merge(
-        self, run: _Run, members: Sequence[Trajectory], candidates: Sequence[Criterion]
+        self,
+        run: _Run,
+        members: Sequence[Trajectory],
+        revealed: Mapping[int, Sequence[Criterion]],
+        candidates: Sequence[Criterion],
     ) -> tuple[Criterion, ...]:
         """≤ 24 criteria out of all candidates."""
-        blocks = [f"Attempt {i}\n{self._block(run, t)}" for i, t in enumerate(members, start=1)]
-        material = [*blocks, criteria_block(candidates, "Candidate criteria")]
+        material = self.plan.merge(run.blocks, members, revealed, candidates)
         return await self._call(run, "merge", material, partial(check_criteria, "merge"))
 
-    async def score(self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion]) -> tuple[Scored, ...]:
+    async def score(
+        self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], voter: Voter
+    ) -> tuple[Scored, ...]:
         """[K] scores of one trajectory."""
-        material = [self._block(run, trajectory), criteria_block(criteria, "Criteria")]
-        return await self._call(run, "score", material, partial(check_scores, criteria), trajectory.sample)
+        material = self.plan.score(run.blocks, trajectory, criteria)
+        return await self._call(run, "score", material, partial(check_scores, criteria), trajectory.sample, voter)
+
+    async def assess(self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], voter: Voter) -> Assessed:
+        """[K] scores and [K] attributions of one trajectory in one call, where the plan joins them."""
+        material = self.plan.score(run.blocks, trajectory, criteria)
+        check = partial(check_assessments, criteria, len(trajectory.steps))
+        return await self._call(run, "assess", material, check, trajectory.sample, voter, ASSESS_SCHEMA)
 
     async def attribute(
         self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], scored: Sequence[Scored]
     ) -> tuple[Attributed, ...]:
         """[K] attributions of one trajectory, for surviving criteria."""
-        given = [{"score": s.score, "justification": s.justification} for s in scored]
-        material = [self._block(run, trajectory), criteria_block(criteria, "Criteria with verdicts", given)]
+        material = self.plan.attribute(run.blocks, trajectory, criteria, scored)
         check = partial(check_attributions, criteria, len(trajectory.steps))
         return await self._call(run, "attribute", material, check, trajectory.sample)
 
@@ -154,29 +198,32 @@ class JudgePipeline:
         material: Sequence[str],
         check: Callable[[Any], tuple[T, str | None]],
         sample: int = -1,
+        voter: Voter | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> T:
-        return await self.client.call(
+        client = voter.client if voter else self.client
+        reply: T = await client.call(
             JudgeRequest(
                 phase=phase,
-                messages=messages(phase, material, self.caveats),
+                messages=self.plan.messages(phase, material, self.caveats),
                 check=check,
                 sink=partial(self._record, run),
                 task_id=run.group.task.id,
                 sample=sample,
                 step=run.group.step,
                 deadline=run.deadline,
+                version=self.plan.version(phase),
+                schema=schema,
+                repeat=voter.repeat if voter else 0,
+                salt=self.salt,
             )
         )
+        return reply
 
     def _record(self, run: _Run, record: CallRecord) -> None:
         run.records.append(record)
         if self._sink is not None:
             self._sink(record)
-
-    def _block(self, run: _Run, trajectory: Trajectory) -> str:
-        if trajectory.sample not in run.blocks:
-            run.blocks[trajectory.sample] = fence(transcript(trajectory), "TRANSCRIPT", self._secret)
-        return run.blocks[trajectory.sample]
 
     # -- a group -------------------------------------------------------------------------------------------------
 
@@ -196,7 +243,7 @@ class JudgePipeline:
         Raises:
             JudgeConfigError: the provider refused for good.
         """
-        run = _Run(group.live(), deadline=self.client.group_deadline())
+        run = _Run(group.live(), Blocks(self._secret, self.caps), deadline=self.client.group_deadline())
         for t in group.trajectories:
             if t.termination.quarantined:
                 run.failures.append(Failure(t.sample, "rollout", t.termination.value))
@@ -212,6 +259,28 @@ class JudgePipeline:
         failures = tuple(sorted(run.failures, key=lambda f: f.sample))
         return replace(judgement, failures=failures, metrics=metrics)
 
+    async def propose_group(self, group: Group) -> tuple[Criterion, ...]:
+        """The set that `judge_group` would judge by; empty where the group was skipped."""
+        run = _Run(group.live(), Blocks(self._secret, self.caps))
+        try:
+            self._need_two(run)
+            return await self._propose(run)
+        except _Skipped:
+            return ()
+
+    async def reduce(self, criteria: Sequence[Criterion]) -> tuple[Criterion, ...]:
+        """One general set, ≤ 24, out of criteria of single tasks."""
+        request = JudgeRequest(
+            phase="reduce",
+            messages=messages("reduce", [criteria_block(criteria, "Criteria of single tasks")], self.caveats),
+            check=partial(check_criteria, "merge"),
+            sink=self._sink or (lambda record: None),
+            version=prompt_version("reduce"),
+            schema=json_schema("merge"),
+        )
+        found: tuple[Criterion, ...] = await self.client.call(request)
+        return found
+
     async def _judge(self, run: _Run, criteria: Sequence[Criterion] | None, citations: bool) -> Judgement:
         self._need_two(run)
         if criteria is None:
@@ -219,16 +288,10 @@ class JudgePipeline:
         criteria = tuple(criteria)
         run.count("rubric/criteria", len(criteria))
         run.count("rubric/groups")
-        scored: dict[int, tuple[Scored, ...]] = {}
-        if criteria:
-            scored = await self._each(run, "score", lambda t: self.score(run, t, criteria))
-        else:
-            scored = {t.sample: () for t in run.group.trajectories}
+        scored, attributed = await self._scored(run, criteria, citations)
         self._count_scores(run, scored)
         kept = self._kept(run, scored)
-
-        attributed: dict[int, dict[int, Attributed]] = {}
-        if citations and any(kept):
+        if citations and any(kept) and not self.plan.joint:
             surviving = [k for k, keep in enumerate(kept) if keep]
             subset = [criteria[k] for k in surviving]
 
@@ -240,12 +303,37 @@ class JudgePipeline:
             kept = self._kept(run, scored)
         return self._judgement(run, criteria, scored, attributed, kept)
 
+    async def _scored(
+        self, run: _Run, criteria: tuple[Criterion, ...], citations: bool
+    ) -> tuple[dict[int, tuple[Scored, ...]], dict[int, dict[int, Attributed]]]:
+        """Scores by sample, and attributions by sample and criterion where the plan makes them in the same call."""
+        if not criteria:
+            return {t.sample: () for t in run.group.trajectories}, {}
+        joint = self.plan.joint and citations
+
+        async def ballot(t: Trajectory, voter: Voter) -> Ballot:
+            return (
+                await self.assess(run, t, criteria, voter)
+                if joint
+                else (await self.score(run, t, criteria, voter), None)
+            )
+
+        voters = self.panel.voters
+        decided = self.panel.decide(
+            await self._each(run, "score", lambda t: _together([ballot(t, voter) for voter in voters]))
+        )
+        for name, value in decided.counters.items():
+            run.count(name, value)
+        return decided.scored, decided.attributed
+
     async def _propose(self, run: _Run) -> tuple[Criterion, ...]:
         first = await self._or_skip(run, "propose_task", self.propose_task(run))
         revealed = await self._each(run, "propose_rollout", lambda t: self.propose_rollout(run, t, first))
-        candidates = [*first, *(c for t in run.group.trajectories for c in revealed[t.sample])]
+        proposed = [*first, *(c for t in run.group.trajectories for c in revealed[t.sample])]
+        candidates = self.plan.candidates(proposed, run.group.trajectories)
+        run.count("rubric/proposed", len(proposed))
         run.count("rubric/candidates", len(candidates))
-        return await self._or_skip(run, "merge", self.merge(run, run.group.trajectories, candidates))
+        return await self._or_skip(run, "merge", self.merge(run, run.group.trajectories, revealed, candidates))
 
     async def _or_skip(self, run: _Run, phase: str, call: Awaitable[T]) -> T:
         try:
@@ -259,12 +347,7 @@ class JudgePipeline:
     async def _each(self, run: _Run, phase: str, call: Callable[[Trajectory], Awaitable[T]]) -> dict[int, T]:
         """One call a member, all at once; members whose call failed leave the group. Results by sample."""
         members = run.group.trajectories
-        tasks = [asyncio.ensure_future(call(t)) for t in members]
-        try:
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        finally:
-            for task in tasks:  # cancelled from outside: leave nothing behind
-                task.cancel()
+        results = await _settled([call(t) for t in members])
         good: dict[int, T] = {}
         for t, result in zip(members, results, strict=True):
             if not isinstance(result, BaseException):
@@ -312,7 +395,7 @@ class JudgePipeline:
             row = []
             for t in members:
                 given = scored[t.sample][k]
-                found = attributed.get(t.sample, {}).get(k)
+                found = attributed.get(t.sample, {}).get(k) if kept[k] else None
                 row.append(self._verdict(run, given, found))
             rows.append(tuple(row))
         run.count("rubric/dropped_criteria", kept.count(False))

@@ -2,29 +2,45 @@
 
 What calls share stands first: the system text with the environment's caveats, then the quoted transcript, then the
 criteria, then the instructions of the call. So `propose_rollout`, `score` and `attribute` on one trajectory have a
-common prefix that a provider's prefix cache can hit.
+common prefix that a provider's prefix cache can hit. The lean plan goes further: the instructions of all its calls are
+in the system text, which so is one prefix for the whole run, and a call ends with its name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from draco.judge.transcript import CONTROL
 from draco.types import Criterion
 
-__all__ = ["PHASES", "criteria_block", "messages", "prompt_text", "prompt_version"]
+__all__ = [
+    "CALLS",
+    "PHASES",
+    "criteria_block",
+    "lean_messages",
+    "lean_version",
+    "messages",
+    "prompt_text",
+    "prompt_version",
+]
 
-#: the five kinds of call, in the order in which a group makes them
+#: the paper's five kinds of call, in the order in which a group makes them
 PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
+#: every kind of call there is, in the order in which they are made
+CALLS = ("propose_task", "propose_rollout", "merge", "reduce", "score", "assess", "attribute")
+#: line breaks that json.dumps leaves as they are
+_UNSAFE = {"\x7f": "\\u007f", "\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @cache
 def prompt_text(name: str) -> str:
-    """Text of a packaged prompt: `system` or one of `PHASES`."""
+    """Text of a packaged prompt: `system`, `lean` or the name of a call."""
     return (files("draco.judge") / "prompts" / f"{name}.md").read_text(encoding="utf-8")
 
 
@@ -35,22 +51,41 @@ def prompt_version(phase: str) -> str:
 
 
 @cache
-def _system(caveats: tuple[str, ...]) -> str:
-    text = prompt_text("system")
+def lean_version() -> str:
+    """16 hex digits over the packaged texts of the lean plan: any call has all of them."""
+    return hashlib.sha256(f"{prompt_text('system')}\0{prompt_text('lean')}".encode()).hexdigest()[:16]
+
+
+@cache
+def _system(caveats: tuple[str, ...], more: str = "") -> str:
+    text = prompt_text("system") + more
     if caveats:
         text += "\nWhat to know about this environment\n\n" + "".join(f"- {caveat}\n" for caveat in caveats)
     return text
 
 
-def criteria_block(criteria: Sequence[Criterion], heading: str, extra: Sequence[Mapping[str, Any]] = ()) -> str:
+def _hidden(token: re.Match[str]) -> str:
+    """A control token with its second character as a JSON escape: the same string, another spelling."""
+    rest = token[2]
+    return token[0] if rest[0] == "\\" else f"{token[1]}\\u{ord(rest[0]):04x}{rest[1:]}"
+
+
+def criteria_block(
+    criteria: Sequence[Criterion],
+    heading: str,
+    extra: Sequence[Mapping[str, Any]] = (),
+    without: Collection[str] = (),
+) -> str:
     """Criteria as one JSON object a line inside a fence.
 
-    JSON keeps line breaks inside strings escaped, so that no criterion text can close the fence.
+    JSON keeps line breaks inside strings escaped, so that no criterion text can close the fence. Criteria are written
+    by a judge that read untrusted text: control tokens are escaped in them as well.
 
     Args:
         criteria: what to list, in this order.
         heading: the line above the fence.
         extra: further fields for each criterion; empty for none.
+        without: names of fields to leave out.
     """
     rows = []
     for k, criterion in enumerate(criteria):
@@ -65,7 +100,11 @@ def criteria_block(criteria: Sequence[Criterion], heading: str, extra: Sequence[
             row["evidence"] = criterion.evidence
         if extra:
             row.update(extra[k])
-        rows.append(json.dumps(row, ensure_ascii=False))
+        text = json.dumps({name: value for name, value in row.items() if name not in without}, ensure_ascii=False)
+        for found, written in _UNSAFE.items():
+            if found in text:
+                text = text.replace(found, written)
+        rows.append(CONTROL.sub(_hidden, text))
     return f"## {heading}\n```json\n[{(','.join(chr(10) + row for row in rows))}\n]\n```\n"
 
 
@@ -73,3 +112,10 @@ def messages(phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> l
     """System and user message of one call: shared text, then `material` in order, then the call's instructions."""
     user = "\n".join((*material, prompt_text(phase)))
     return [{"role": "system", "content": _system(caveats)}, {"role": "user", "content": user}]
+
+
+def lean_messages(phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> list[dict[str, str]]:
+    """The same for the lean plan, whose instructions are all in the system message."""
+    last = f"# Call: {phase}\nAnswer as {phase} in your instructions says: one JSON object and nothing else.\n"
+    system = _system(caveats, prompt_text("lean"))
+    return [{"role": "system", "content": system}, {"role": "user", "content": "\n".join((*material, last))}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from draco.judge import agreement
 from draco.types import Group, Judgement
 
 __all__ = ["CallRecord", "add_metrics", "call_metrics", "length_metrics", "with_rates"]
@@ -109,10 +110,11 @@ def with_rates(counters: Mapping[str, float]) -> dict[str, float]:
 
     The cost is left out too when a call had no known price: unknown is not 0.
     """
-    out = {name: value for name, value in counters.items() if name not in _RATES}
+    out = {name: value for name, value in counters.items() if name not in _RATES and name not in agreement.RATES}
     for rate, (top, bottom) in _RATES.items():
         if denominator := sum(counters.get(name, 0.0) for name in bottom):
             out[rate] = counters.get(top, 0.0) / denominator
+    out |= agreement.agreement_rates(out)
     if out.get("judge/unpriced_calls"):
         out.pop("judge/cost_usd", None)
     return out

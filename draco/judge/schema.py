@@ -28,6 +28,7 @@ __all__ = [
     "check_scores",
     "json_schema",
     "parse_json",
+    "strict_schema",
 ]
 
 #: longest reply, in characters, that is mended: the time that mending takes grows faster than its length
@@ -138,6 +139,11 @@ class Attributed:
 
 @cache
 def json_schema(phase: str) -> dict[str, Any]:
+    """JSON Schema of the reply of a phase, see `strict_schema`."""
+    return strict_schema(_REPLIES[phase])
+
+
+def strict_schema(model: type[BaseModel]) -> dict[str, Any]:
     """JSON Schema of a reply in the strict dialect: every property required, no others allowed, no titles."""
 
     def strict(node: Any) -> Any:
@@ -154,7 +160,7 @@ def json_schema(phase: str) -> dict[str, Any]:
             out["additionalProperties"] = False
         return out
 
-    schema: dict[str, Any] = strict(_REPLIES[phase].model_json_schema())
+    schema: dict[str, Any] = strict(model.model_json_schema())
     return schema
 
 

@@ -24,10 +24,12 @@ from draco.background import BackgroundLoop
 from draco.distributed import gather, world_size
 from draco.errors import ConfigError, JudgeError, TrainingStopped
 from draco.judge.client import JudgeClient
+from draco.judge.ensemble import Panel
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
 from draco.judge.probe import ping
-from draco.judge.prompts import PHASES
+from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, length_metrics, with_rates
+from draco.judge.transcript import Caps
 from draco.stages import RubricStage
 from draco.types import Criterion, Failure, Group, Judgement
 
@@ -52,7 +54,7 @@ class BaseRubric(RubricStage):
         taken = []
         while self._records:
             taken.append(self._records.popleft())
-        return sorted(taken, key=lambda r: (r.step, r.task_id, PHASES.index(r.phase), r.sample, r.attempt))
+        return sorted(taken, key=lambda r: (r.step, r.task_id, CALLS.index(r.phase), r.sample, r.attempt))
 
     def take_metrics(self) -> dict[str, float]:
         """Counters and rates over all judgements since the last take."""
@@ -78,11 +80,14 @@ class JudgedRubric(BaseRubric):
         propose_cache: ProposeCache = "group",
         order: Literal["batch", "arrival"] = "batch",
         max_failed_share: float | None = None,
+        max_action_chars: int = 24_000,
+        max_observation_chars: int = 12_000,
+        panel: Panel | None = None,
     ) -> None:
         """Set up the stage.
 
         Args:
-            judge: carries the calls.
+            judge: carries the calls; names the plan and the members of an ensemble.
             caveats: added to every prompt, before those of the environment.
             secret_path: file that keys the transcript delimiters, made with mode 0600 if missing. `bind` may give the
                 secret itself. Without either a secret of this process is used.
@@ -91,6 +96,8 @@ class JudgedRubric(BaseRubric):
             order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
             max_failed_share: more failed judgements than this share of a batch's trajectories stop the run; None takes
                 the judge's own.
+            max_action_chars, max_observation_chars: of one step; the middle of a longer text is left out, visibly.
+            panel: who scores; None: the judge's members, or the judge alone.
         """
         super().__init__()
         if order not in ("batch", "arrival"):
@@ -105,7 +112,14 @@ class JudgedRubric(BaseRubric):
         self.max_failed_share = max_failed_share
         secret = read_secret(Path(secret_path)) if secret_path else secrets.token_bytes(32)
         self.pipeline = JudgePipeline(
-            judge, self.caveats, secret, attribution_overrides, propose_cache, sink=self._records.append
+            judge,
+            self.caveats,
+            secret,
+            attribution_overrides,
+            propose_cache,
+            sink=self._records.append,
+            caps=Caps(max_action_chars, max_observation_chars),
+            panel=panel,
         )
         self._loop: BackgroundLoop | None = None
         self._place: tuple[Path, int] | None = None
@@ -170,10 +184,12 @@ class JudgedRubric(BaseRubric):
         pending: dict[Future[Judgement], Group] = {}
         try:
             for group in groups:
+                self.before_group(group)
                 call = self.pipeline.judge_group(group, self.criteria(group), self.needs_citations)
                 pending[loop.submit(call)] = group
             members = sum(len(group.live().trajectories) for group in pending.values())
             failed = 0
+            self.attend(pending)
             for future in self._ordered(pending):
                 judgement = future.result()
                 failures = [f for f in judgement.failures if f.phase != "rollout"]
@@ -193,6 +209,12 @@ class JudgedRubric(BaseRubric):
         if changes and self._metrics:
             self._metrics[-1]["judge/model_changes"] = float(changes)
         return super().take_metrics()
+
+    def before_group(self, group: Group) -> None:
+        """Called on the caller's thread before a group's calls are submitted."""
+
+    def attend(self, pending: Iterable[Future[Judgement]]) -> None:
+        """Called on the caller's thread after all groups were submitted, before the first judgement is waited for."""
 
     def _ordered(self, pending: dict[Future[Judgement], Group]) -> Iterator[Future[Judgement]]:
         if self.order == "batch":

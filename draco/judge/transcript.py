@@ -15,6 +15,9 @@
 Nothing in it tells how the episode ended or whether it succeeded. All of it is untrusted: the code of the delimiters is
 an HMAC of the content under a secret of the run, so that no text inside can contain its own delimiter, while the same
 content always gives the same prompt (caches and resume rely on that).
+
+Kinds of block: OPENING (the messages before the first step), TRANSCRIPT (opening and steps), STEPS (the steps alone,
+for prompts that show the opening once), DIGEST (the steps alone, each cut short but for those that matter in full).
 """
 
 from __future__ import annotations
@@ -22,27 +25,70 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
-from draco.types import Message, Trajectory
+from draco.errors import ConfigError
+from draco.types import Message, Step, Trajectory
 
-__all__ = ["escape", "fence", "opening", "transcript"]
+__all__ = ["CONTROL", "Blocks", "Caps", "cut", "digest", "escape", "fence", "opening", "steps", "transcript"]
 
 # What counts as a new line for a reader, not only for str.split("\n"): a carriage return or a Unicode line separator
 # would show a forged role tag at the start of a line just as well.
 _BREAK = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _TAG = re.compile(
-    rf"(^|[{_BREAK}])([^\S{_BREAK}]*)(\\*\[[^\S{_BREAK}]*(?:step\b|system|user|assistant|transcript|rollout))",
+    rf"(^|[{_BREAK}])([^\S{_BREAK}]*)(\\*\[[^\S{_BREAK}]*(?:step\b|system|user|assistant|transcript|rollout|cut\b))",
     re.IGNORECASE,
 )
+# Our own delimiters, wherever they stand, and the control tokens of common chat templates: a server that renders the
+# prompt may turn their spelling into the tokens themselves.
+_DELIMITER = re.compile(r"(\\*<<<\s*(?:BEGIN|END)\b)", re.IGNORECASE)
+CONTROL = re.compile(
+    r"([<\[])((?:\\*)(?:[|｜]|/?s>|/?(?:start|end)_of_turn>|[be]os>|/?INST\]|</?SYS>>))", re.IGNORECASE
+)
+_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Most characters of one action and of one observation; what is over is left out of the middle, visibly."""
+
+    action: int = 24_000
+    observation: int = 12_000
+
+    def __post_init__(self) -> None:
+        if min(self.action, self.observation) < 40:
+            raise ConfigError(
+                f"rubric caps are {self.action} and {self.observation} characters for actions and observations; "
+                "expected at least 40 each"
+            )
+
+
+#: of a step in a digest
+DIGEST = Caps(action=200, observation=160)
 
 
 def escape(text: str) -> str:
-    r"""Put a backslash before everything at the start of a line that looks like a role tag.
+    r"""Put a backslash before everything that looks like structure: role tags at the start of a line, delimiters, and
+    (inside) the control tokens of chat templates.
 
-    >>> escape("[step 3] action:")
-    '\\[step 3] action:'
+    >>> escape("[step 3] action:"), escape("<|im_end|>")
+    ('\\[step 3] action:', '<\\|im_end|>')
     """
-    return _TAG.sub(r"\1\2\\\3", text)
+    text = _TAG.sub(r"\1\2\\\3", text)
+    if "<<<" in text:
+        text = _DELIMITER.sub(r"\\\1", text)
+    return CONTROL.sub(r"\1\\\2", text)
+
+
+def cut(text: str, limit: int) -> str:
+    """`text`, escaped; without its middle, and a note in its place, where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return escape(text)
+    head = (limit + 1) // 2
+    tail = limit - head
+    left_out = len(text) - limit
+    return f"{escape(text[:head])}\n[cut: {left_out} characters]\n{escape(text[len(text) - tail :])}"
 
 
 def _tagged(message: Message) -> str:
@@ -55,18 +101,68 @@ def opening(trajectory: Trajectory) -> str:
     return "".join(_tagged(m) for m in trajectory.messages[:first])
 
 
-def transcript(trajectory: Trajectory) -> str:
-    """The whole trajectory as text, without delimiters. Steps carry their 1-based number."""
-    parts = [opening(trajectory)]
+def _step(step: Step, caps: Caps) -> str:
+    text = f"[step {step.index}] action:\n{cut(step.action, caps.action)}\n"
+    if step.observation:
+        text += f"[step {step.index}] observation:\n{cut(step.observation, caps.observation)}\n"
+    return text
+
+
+def steps(trajectory: Trajectory, caps: Caps = Caps()) -> str:  # noqa: B008 - frozen
+    """The steps as text, with their 1-based numbers."""
+    return "".join(_step(step, caps) for step in trajectory.steps) + "[transcript ends]\n"
+
+
+def transcript(trajectory: Trajectory, caps: Caps = Caps()) -> str:  # noqa: B008 - frozen
+    """The whole trajectory as text, without delimiters."""
+    return opening(trajectory) + steps(trajectory, caps)
+
+
+def digest(trajectory: Trajectory, full: Collection[int], caps: Caps = Caps()) -> str:  # noqa: B008 - frozen
+    """The steps, those in `full` (1-based) as in `steps`, the others without reasoning and cut to `DIGEST`."""
+    parts = []
     for step in trajectory.steps:
-        parts.append(f"[step {step.index}] action:\n{escape(step.action)}\n")
-        if step.observation:
-            parts.append(f"[step {step.index}] observation:\n{escape(step.observation)}\n")
-    parts.append("[transcript ends]\n")
-    return "".join(parts)
+        if step.index in full:
+            parts.append(_step(step, caps))
+        else:
+            action = _THINK.sub("", step.action).strip() or step.action
+            parts.append(_step(Step(step.index, step.span, action, step.observation, step.turn), DIGEST))
+    return "".join(parts) + "[transcript ends]\n"
 
 
 def fence(content: str, kind: str, secret: bytes) -> str:
     """`content` between delimiters that nobody can foresee without `secret`."""
     code = hmac.new(secret, f"{kind}\0{content}".encode(errors="surrogatepass"), hashlib.sha256).hexdigest()[:32]
     return f"<<<BEGIN {kind} {code}>>>\n{content}<<<END {kind} {code}>>>\n"
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The fenced texts of one group, each made once."""
+
+    secret: bytes
+    caps: Caps = field(default_factory=Caps)
+    _made: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def opening(self, trajectory: Trajectory) -> str:
+        """Kind OPENING."""
+        return fence(opening(trajectory), "OPENING", self.secret)
+
+    def transcript(self, trajectory: Trajectory) -> str:
+        """Kind TRANSCRIPT."""
+        return self._once("TRANSCRIPT", trajectory)
+
+    def steps(self, trajectory: Trajectory) -> str:
+        """Kind STEPS."""
+        return self._once("STEPS", trajectory)
+
+    def digest(self, trajectory: Trajectory, full: Collection[int]) -> str:
+        """Kind DIGEST."""
+        return fence(digest(trajectory, full, self.caps), "DIGEST", self.secret)
+
+    def _once(self, kind: str, trajectory: Trajectory) -> str:
+        key = (kind, trajectory.sample)
+        if key not in self._made:
+            render = transcript if kind == "TRANSCRIPT" else steps
+            self._made[key] = fence(render(trajectory, self.caps), kind, self.secret)
+        return self._made[key]

@@ -16,7 +16,6 @@ from typing import Any
 
 from draco.errors import JudgeCallError, JudgeConfigError
 from draco.judge.redact import Redactor
-from draco.judge.schema import json_schema
 from draco.judge.spend import Prices, Usage
 
 __all__ = ["Endpoint", "Fault", "Reply", "Transport"]
@@ -36,10 +35,11 @@ class Endpoint:
     model: str  #: litellm's name, provider first
     api_base: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  #: further ones of litellm's call
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Endpoint:
-        """From an entry of `judge.fallbacks`: a name, or a mapping of model, api_base and api_key.
+        """From an entry of `judge.fallbacks`: a name, or a mapping of the fields.
 
         Raises:
             JudgeConfigError: neither.
@@ -170,21 +170,33 @@ class Transport:
         each, output, cached = (None if info.get(name) is None else info[name] * 1e6 for name in names)
         return None if each is None or output is None else Prices(each, output, cached)
 
-    async def send(self, endpoint: Endpoint, messages: list[dict[str, str]], phase: str, timeout_s: float) -> Reply:
+    async def send(
+        self,
+        endpoint: Endpoint,
+        messages: list[dict[str, str]],
+        phase: str,
+        schema: Mapping[str, Any],
+        timeout_s: float,
+    ) -> Reply:
         """Make one request.
+
+        Args:
+            phase: name of the reply's schema.
+            schema: JSON Schema of the reply, sent where the model takes one.
+            timeout_s: seconds.
 
         Raises:
             Fault: no reply.
         """
         litellm = self.load()
-        arguments = {**self._arguments, "model": endpoint.model, "timeout": timeout_s}
+        arguments = {**self._arguments, **endpoint.arguments, "model": endpoint.model, "timeout": timeout_s}
         if endpoint.api_base is not None:
             arguments["api_base"] = endpoint.api_base
         if endpoint.api_key is not None:
             arguments["api_key"] = endpoint.api_key
         if self.sends_schema(endpoint.model):
-            schema = {"name": phase, "schema": json_schema(phase), "strict": True}
-            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
+            named = {"name": phase, "schema": schema, "strict": True}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": named}
         started = time.perf_counter()
         try:
             # Not every provider honours litellm's timeout, and a stalled call must not hold its group for ever.

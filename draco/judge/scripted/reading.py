@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Call", "Prompt", "Reading", "read_prompt", "read_transcript"]
 
-_BEGIN = re.compile(r"^<<<BEGIN (OPENING|TRANSCRIPT) ([0-9a-f]+)>>>\n", re.MULTILINE)
+_BEGIN = re.compile(r"^<<<BEGIN (OPENING|TRANSCRIPT|STEPS|DIGEST) ([0-9a-f]+)>>>\n", re.MULTILINE)
 _PHASE = re.compile(r"^# Call: (\w+)$", re.MULTILINE)
 _CRITERIA = re.compile(r"^## [^\n]*\n```json\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 _HEAD = re.compile(r"^\[(?:(system|user)|step (\d+)\] (action|observation):|transcript ends\])\]?$", re.MULTILINE)
@@ -30,7 +30,7 @@ class Prompt:
     """What a prompt holds."""
 
     phase: str
-    blocks: tuple[str, ...]  #: contents of the quoted blocks, in order
+    blocks: tuple[str, ...]  #: transcripts (or the opening alone), in order, wherever their parts stood
     criteria: tuple[dict[str, Any], ...]
 
 
@@ -62,20 +62,28 @@ def read_prompt(text: str) -> Prompt:
     """Take a user message of the judge's prompt apart.
 
     Raises:
-        ValueError: it is not one of the five calls.
+        ValueError: it is not one of a judge's calls.
     """
-    blocks, at = [], 0
+    blocks: list[tuple[str, str]] = []
+    at = 0
     while found := _BEGIN.search(text, at):
         end = text.find(f"<<<END {found[1]} {found[2]}>>>", found.end())
         if end < 0:
             raise ValueError("a quoted block is not closed")
-        blocks.append(text[found.end() : end])
+        blocks.append((found[1], text[found.end() : end]))
         at = end
     phases = _PHASE.findall(text, at)
-    if len(phases) != 1 or not blocks:
+    if len(phases) != 1 or not (blocks or phases == ["reduce"]):
         raise ValueError("not one of the five calls of a judge")
     listed = _CRITERIA.search(text, at)
-    return Prompt(phases[0], tuple(blocks), tuple(json.loads(listed[1])) if listed else ())
+    return Prompt(phases[0], _transcripts(blocks), tuple(json.loads(listed[1])) if listed else ())
+
+
+def _transcripts(blocks: list[tuple[str, str]]) -> tuple[str, ...]:
+    """Whole transcripts: an opening belongs to the steps and digests that follow it."""
+    opening = "".join(content for kind, content in blocks if kind == "OPENING")
+    rest = [content if kind == "TRANSCRIPT" else opening + content for kind, content in blocks if kind != "OPENING"]
+    return tuple(rest) if rest else (opening,)
 
 
 @lru_cache(maxsize=1024)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from draco.judge.schema import LIMITS
 from draco.judge.scripted.findings import Finding, examine
@@ -26,8 +31,12 @@ def reply(prompt: Prompt) -> dict[str, Any]:
             return _propose_rollout(prompt)
         case "merge":
             return _merge(prompt)
+        case "reduce":
+            return _reduce(prompt)
         case "score":
             return {"verdicts": [_scored(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
+        case "assess":
+            return {"assessments": [_assessed(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
         case "attribute":
             return {"attributions": [_attributed(prompt.blocks[0], c["title"]) for c in prompt.criteria]}
     raise ValueError(f"unknown call {prompt.phase!r}")
@@ -68,6 +77,40 @@ def _merge(prompt: Prompt) -> dict[str, Any]:
     return {"criteria": [{k: v for k, v in unique[t].items() if k != "evidence"} for t in failed[: LIMITS["merge"]]]}
 
 
+#: title of a specific criterion → the general one that it is a case of; the first that fits
+_KINDS = [
+    (re.compile(pattern), title)
+    for pattern, title in (
+        (r"^Confirms ", "Verifies action outcome"),
+        (r" once$| twice$", "Stops after completion"),
+        (r"^Reads all pages", "Fetches complete data"),
+        (r" exactly |^Pays what|^Notes the code", "Uses exact action content"),
+        (r"^(Approves|Deletes|Refunds) all", "Processes items completely"),
+        (r"^Books the free|^Shares the final", "Applies correct selection logic"),
+        (r"^(Pays|Mails|Shares|Changes nothing)|^(Approves|Deletes|Refunds) only", "Targets exact items"),
+        (r"^Keeps vault keys", "Protects secret values"),
+        (r"^Completes ", "Completes task properly"),
+        (r"^(Opens|Unlocks) ", "Authenticates correctly"),
+    )
+]
+
+
+@cache
+def _general_set() -> dict[str, dict[str, Any]]:
+    text = (files("draco.judge") / "rubrics" / "desk.yaml").read_text(encoding="utf-8")
+    return {c["title"]: dict(c) | {"grounding_references": []} for c in OmegaConf.create(text).criteria}
+
+
+def _reduce(prompt: Prompt) -> dict[str, Any]:
+    """The general criteria that the given ones are cases of (or are themselves), in the order of the packaged set."""
+    general = _general_set()
+    found = set()
+    for criterion in prompt.criteria:
+        kinds = (title for pattern, title in _KINDS if pattern.search(criterion["title"]))
+        found.add(criterion["title"] if criterion["title"] in general else next(kinds, "Performs required actions"))
+    return {"criteria": [general[title] for title in general if title in found]}
+
+
 def _decide(block: str, title: str) -> Result:
     findings, ledger = examine(block)
     if rule := GENERAL.get(title):
@@ -82,6 +125,10 @@ def _scored(block: str, title: str) -> dict[str, Any]:
     score, _, evidence = _decide(block, title)
     why = {1: "The calls show it.", -1: "The calls show that it does not hold.", 0: "It does not apply here."}[score]
     return {"title": title, "evidence": evidence, "justification": why, "score": score}
+
+
+def _assessed(block: str, title: str) -> dict[str, Any]:
+    return _scored(block, title) | {"relevant_steps": _attributed(block, title)["relevant_steps"]}
 
 
 def _attributed(block: str, title: str) -> dict[str, Any]:

@@ -1,0 +1,197 @@
+"""Self-judge: the policy, with its current adapter, makes all five calls itself (DRACO, Section 3).
+
+    v_k = +1 if all k scoring calls say +1; −1 if any says −1; else 0          k = 3, thinking on
+    R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive
+
+Why: no second model, no bill. Asking three times and passing on unanimity alone makes up for the leniency of a judge
+that grades its own work. The first scoring call's justification goes on to attribution. Ablated variant: k=1, no
+thinking.
+
+Where it runs: on the endpoint of a rollout engine that has one (`engine.judge_endpoint`), at `api_base` under the name
+`model` (`{version}` in it stands for the policy's version), else in process, on the trainer's thread, after the batch's
+rollouts have ended. A restart keeps what every judged rubric keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from draco.chat import ChatFormat
+from draco.errors import ConfigError
+from draco.judge import local
+from draco.judge.client import JudgeClient
+from draco.judge.ensemble import Panel, Voter
+from draco.judge.stage import JudgedRubric
+from draco.judge.transcript import DIGEST
+from draco.stages import RolloutStage, find_stage
+from draco.types import Group, Judgement
+
+if TYPE_CHECKING:
+    from draco.engine.base import Engine
+    from draco.policy import Policy
+
+__all__ = ["SelfJudgeRubric", "needed_context"]
+
+_TOO_SMALL = "draco.policies.tiny"
+_CRITERIA = 6000  #: tokens for 24 criteria and candidates, and for the instructions
+_STEP = (DIGEST.action + DIGEST.observation) // 3 + 20  #: tokens of one step in a digest, at most
+
+
+def needed_context(plan: str, group_size: int, prompt: int, response: int, turns: int, reply: int) -> dict[str, int]:
+    """Tokens that the largest calls may need: `score`, which shows one rollout, and `merge`, which shows all.
+
+    Args:
+        plan: paper | lean. The lean plan's merge is an estimate: a quarter of each rollout stands in full in it.
+        group_size: G.
+        prompt, response, turns: limits of one rollout.
+        reply: limit of the judge's reply.
+    """
+    one = prompt + response
+    shown = one if plan == "paper" else min(one, turns * _STEP + response // 4)
+    return {"score": one + _CRITERIA + reply, "merge": group_size * shown + _CRITERIA + reply}
+
+
+class SelfJudgeRubric(JudgedRubric):
+    """Has a set proposed for every group, by the policy."""
+
+    def __init__(
+        self,
+        judge: JudgeClient,
+        policy: str = "",
+        k: int = 3,
+        thinking: bool = True,
+        temperature: float = 1.0,
+        max_reply_tokens: int = 4096,
+        context: int | None = None,
+        api_base: str | None = None,
+        model: str | None = None,
+        group_size: int = 6,
+        max_prompt_tokens: int = 4096,
+        max_response_tokens: int = 24576,
+        max_turns: int = 50,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """Set up the stage.
+
+        Args:
+            judge: the transport; its model is set for every batch.
+            policy: path of the policy, to refuse what cannot judge.
+            k: scoring calls on each trajectory; a criterion passes only if all pass it.
+            thinking: reason before the reply, where the policy's chat template knows `enable_thinking`.
+            temperature: of in-process replies; an endpoint gets the client's.
+            max_reply_tokens: limit of one reply, reasoning included.
+            context: tokens of prompt and reply that the policy is served with; None: what the model was made for.
+            api_base, model: an OpenAI-compatible server that holds the current adapter, and its name there.
+            group_size, max_prompt_tokens, max_response_tokens, max_turns: of the run, to see beforehand what fits.
+            seed: of the run.
+            options: see `JudgedRubric`.
+
+        Raises:
+            ConfigError: the policy cannot judge, or an option is out of range.
+        """
+        if _TOO_SMALL in policy:
+            raise ConfigError(
+                "rubric=self_judge with policy=tiny: a policy of 1M parameters that knows 600 words cannot write "
+                "criteria or JSON; use policy=hf policy.path=MODEL, or rubric=dynamic with judge=scripted"
+            )
+        if k < 1:
+            raise ConfigError(f"rubric.stage.k is {k}, expected an integer ≥ 1")
+        if bool(api_base) != bool(model):
+            raise ConfigError(
+                "rubric.stage.api_base and rubric.stage.model name an endpoint together; set both or none"
+            )
+        panel = Panel(tuple(Voter(judge, repeat) for repeat in range(k)), "unanimous", first_justifies=True)
+        super().__init__(judge, panel=panel, **options)
+        self.k, self.thinking, self.temperature, self.seed = k, thinking, temperature, seed
+        self.max_reply_tokens, self.context = max_reply_tokens, context
+        self.api_base, self.model = api_base, model
+        self._sizes = (group_size, max_prompt_tokens, max_response_tokens, max_turns, max_reply_tokens)
+        self._policy: Policy | None = None
+        self._engine: Engine | None = None
+        self._ready = False
+
+    def criteria(self, group: Group) -> None:
+        """No fixed set."""
+        return
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find policy and engine, and see that the largest calls fit. Runs before the first rollout.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        rollout: Any = find_stage(trainer.callbacks, RolloutStage)  # type: ignore[attr-defined,type-abstract]
+        self.use(pl_module.policy, rollout.engine)  # type: ignore[arg-type]
+
+    def use(self, policy: Policy, engine: Engine) -> None:
+        """Take the policy and the engine to judge with; see `setup`."""
+        self._policy, self._engine = policy, engine
+        self._context = self.context or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
+        plan = self.pipeline.plan.name
+        needs = needed_context(plan, *self._sizes)
+        call = max(needs, key=lambda name: needs[name])
+        if needs[call] > self._context:
+            way = "judge.plan=lean, a smaller group_size, " if plan == "paper" and call == "merge" else ""
+            raise ConfigError(
+                f"rubric=self_judge: the {call} call of judge.plan={plan} may need {needs[call]} tokens and the policy "
+                f"is served with {self._context}; set {way}smaller limits, or rubric.stage.context if more is served"
+            )
+
+    def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
+        """Yield one judgement a group; see `JudgedRubric.judge`."""
+        self._ready = False  # the adapter may be another one than in the last batch
+        return super().judge(groups)
+
+    def before_group(self, group: Group) -> None:
+        """Name the current adapter in the judge, once a batch. Rollouts have begun: a server has the adapter by now."""
+        if self._ready:
+            return
+        assert self._policy is not None, "setup has not run"
+        self._ready, self._step = True, group.step
+        salt = local.adapter_hash(self._policy)
+        endpoint = self._endpoint()
+        if endpoint is None:
+            client = self.client.with_model(f"{local.PROVIDER}/{salt}")
+        else:
+            base, name = endpoint
+            body = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
+            client = self.client.with_model(name, api_base=base, max_tokens=self.max_reply_tokens, extra_body=body)
+        self._in_process = endpoint is None
+        voters = tuple(Voter(client, repeat) for repeat in range(self.k))
+        self.pipeline.client, self.pipeline.salt = client, salt
+        self.pipeline.panel = Panel(voters, "unanimous", first_justifies=True)
+
+    def _endpoint(self) -> tuple[str, str] | None:
+        """Address and litellm name of the served policy; None: in process."""
+        assert self._policy is not None
+        if self.api_base and self.model:
+            return self.api_base, self.model.format(version=self._policy.version)
+        serve = getattr(self._engine, "judge_endpoint", None)
+        if serve is None:
+            return None
+        base, name = serve()
+        return base, f"hosted_vllm/{name}"
+
+    def attend(self, pending: Iterable[Future[Judgement]]) -> None:
+        """Answer the calls of all groups on this thread until they are judged."""
+        pending = list(pending)
+        if not pending or not self._in_process:
+            return
+        assert self._policy is not None
+        assert self._engine is not None
+        answering = local.Answering(
+            self._engine,
+            self._policy,
+            ChatFormat(self._policy.tokenizer, enable_thinking=self.thinking),
+            self.temperature,
+            self.max_reply_tokens,
+            self._context,
+            self.seed,
+            self._step,
+        )
+        local.serve(answering, lambda: all(future.done() for future in pending))

@@ -1,0 +1,81 @@
+"""Groups of the untrained policy, for scripts that judge without training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from draco import archive
+from draco.errors import ConfigError
+from draco.stages import RolloutStage, find_stage
+from draco.types import Group, TaskBatch
+
+__all__ = ["archived_groups", "compose_config", "sample_groups"]
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of `python train.py OVERRIDES`.
+
+    Raises:
+        ConfigError: it does not compose.
+    """
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            return compose("train", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the options do not compose: {' '.join(str(error).split())}") from error
+
+
+def sample_groups(config: DictConfig, tasks: int | None, samples: int, step: int = 0) -> list[Group]:
+    """Rollouts of the base policy on the first training tasks, at the training temperature.
+
+    Args:
+        config: as composed; a fresh adapter changes nothing, `policy.adapter` would.
+        tasks: how many; None = all.
+        samples: rollouts a task.
+        step: keys the sampling.
+    """
+    from draco.run import build, select_tasks  # torch and lightning load here
+
+    config.rubric = {"name": "random", "stage": {"_target_": "callbacks.rubric.random.RandomRubric", "seed": 0}}
+    parts = build(config)
+    parts.module.configure_model()
+    policy = parts.module.policy
+    chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, config.limits.max_prompt_tokens)
+    rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
+    batch = TaskBatch(step, tuple(chosen), samples, "author", config.temperature)
+    return sorted(rollout.generate(policy, batch), key=lambda g: g.index)
+
+
+def archived_groups(run: Path, steps: int | None = None) -> list[Group]:
+    """Groups of a run's archive, quarantined trajectories included, in the order of training.
+
+    Args:
+        run: run folder.
+        steps: only the last so many steps.
+
+    Raises:
+        ConfigError: nothing is archived there.
+    """
+    folders = archive.step_folders(run)
+    if not folders:
+        raise ConfigError(f"{run} has no archive of trajectories; name the folder of a run")
+    groups = []
+    for folder in folders[-steps:] if steps else folders:
+        number = int(folder.name.removeprefix("step="))
+        table = archive.read_table(run, "trajectories", [number])
+        members: dict[int, list[int]] = {}
+        for row, index in enumerate(table.column("group").to_pylist()):
+            members.setdefault(index, []).append(row)
+        found = archive.read_trajectories(table)
+        groups += [
+            Group(found[rows[0]].task, tuple(found[row] for row in rows), index, number)
+            for index, rows in sorted(members.items())
+        ]
+    return groups

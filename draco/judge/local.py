@@ -1,0 +1,216 @@
+"""The policy as its own judge, in process: a litellm provider whose calls wait for the trainer's thread.
+
+The pipeline runs on the background loop and knows one transport. So the policy is one more litellm provider,
+`draco-policy/…`: a call puts its messages into a queue and waits; the rubric stage, on the trainer's thread, takes what
+has gathered and lets the engine answer it as a batch of one-turn episodes (`serve`). It never overlaps rollouts or the
+update: the stage serves after the rollouts have ended and before it yields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from draco.agent import Limits, Rollout, sampling_seed
+from draco.chat import ChatFormat
+from draco.env.base import ActionSpan, Episode, Reply
+from draco.errors import EngineError
+from draco.types import Message, Task, Termination
+
+if TYPE_CHECKING:
+    from draco.engine.base import Engine
+    from draco.policy import Policy
+
+__all__ = ["PROVIDER", "Answer", "Answering", "Ask", "adapter_hash", "asks", "register", "serve"]
+
+PROVIDER = "draco-policy"
+_SETTLE_S = 0.02  #: no new call for so long: what has gathered is a batch
+_ALIKE = 1.25  #: longest over shortest prompt of one batch: the engine reads what is longer token by token
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One reply of the policy."""
+
+    text: str
+    truncated: bool  #: it ran into the token limit
+    tokens_in: int
+    tokens_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A call that waits for its answer."""
+
+    messages: tuple[Message, ...]
+    answer: Future[Answer] = field(default_factory=Future)
+
+
+#: calls of this process that wait for the trainer's thread
+asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+
+
+def register() -> None:
+    """Make `draco-policy/…` known to litellm. Safe to call twice."""
+    import litellm
+    from litellm.llms.custom_llm import CustomLLM
+    from litellm.types.utils import Usage
+
+    class PolicyJudge(CustomLLM):
+        async def acompletion(self, *args: Any, **kwargs: Any) -> Any:
+            ask = Ask(tuple(Message(m["role"], m["content"]) for m in kwargs["messages"]))
+            asks.put(ask)
+            answer = await asyncio.wrap_future(ask.answer)
+            response = kwargs["model_response"]
+            response.choices[0].message.content = answer.text
+            response.choices[0].finish_reason = "length" if answer.truncated else "stop"
+            total = answer.tokens_in + answer.tokens_out
+            response.usage = Usage(
+                prompt_tokens=answer.tokens_in, completion_tokens=answer.tokens_out, total_tokens=total
+            )
+            response._hidden_params["response_cost"] = 0.0  # our own machine
+            return response
+
+    others = [entry for entry in litellm.custom_provider_map if entry["provider"] != PROVIDER]
+    litellm.custom_provider_map = [*others, {"provider": PROVIDER, "custom_handler": PolicyJudge()}]
+
+
+class _Whole:
+    """An action format in which the whole turn is one action."""
+
+    name, stop, reminder = "reply", (), ""
+
+    def parse(self, text: str) -> tuple[ActionSpan, ...]:
+        return (ActionSpan(0, len(text), text),)
+
+    def attempted(self, text: str) -> bool:
+        return False
+
+
+class _Exchange(Episode):
+    """One question, one answer."""
+
+    format: Any = _Whole()
+
+    def __init__(self, messages: tuple[Message, ...]) -> None:
+        self.opening = messages
+
+    def step(self, actions: Sequence[str]) -> Reply:
+        return Reply((), done=True, completed=True)
+
+    def end_state(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """How the policy answers."""
+
+    engine: Engine
+    policy: Policy
+    chat: ChatFormat  #: with the template's thinking switched as the judge wants it
+    temperature: float
+    max_reply_tokens: int
+    context: int  #: tokens of prompt and reply together
+    seed: int
+    step: int
+
+    def answer(self, batch: Sequence[Ask], seen: Counter[str]) -> None:
+        """Answer calls, each from its own random stream.
+
+        Args:
+            batch: calls; every one gets its answer or an error.
+            seen: how often each prompt was asked before: equal prompts get different streams.
+        """
+        rollouts: dict[int, Rollout] = {}
+        for at, ask in enumerate(batch):
+            key = hashlib.sha256(repr(ask.messages).encode(errors="surrogatepass")).hexdigest()
+            rollout = Rollout(
+                _Exchange(ask.messages),
+                self.chat,
+                Limits(max_turns=1, max_response_tokens=self.max_reply_tokens),
+                task=Task(key, "", "judge", key),
+                sample=at,
+                seed=sampling_seed(self.seed, "judge", self.step, key, seen[key]),
+                policy_version=self.policy.version,
+            )
+            seen[key] += 1
+            if rollout.prompt_tokens + self.max_reply_tokens > self.context:
+                # A prompt that does not fit fails its call alone, as a provider would refuse it.
+                ask.answer.set_exception(
+                    EngineError(
+                        f"a judge prompt of {rollout.prompt_tokens} tokens and a reply of {self.max_reply_tokens} "
+                        f"exceed the context of {self.context}"
+                    )
+                )
+            else:
+                rollouts[at] = rollout
+        for bucket in _buckets(rollouts.values()):
+            for ended in self.engine.run(self.policy, bucket, temperature=self.temperature):
+                ask = batch[ended.sample]
+                if ended.termination not in (Termination.SUBMITTED, Termination.LENGTH_LIMIT):
+                    ask.answer.set_exception(EngineError(f"{ended.termination}: {ended.error}"))
+                    continue
+                ask.answer.set_result(
+                    Answer(
+                        ended.messages[-1].content,
+                        ended.termination is Termination.LENGTH_LIMIT,
+                        ended.prompt_tokens,
+                        len(ended.token_ids) - ended.prompt_tokens,
+                    )
+                )
+
+
+def _buckets(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    out: list[list[Rollout]] = []
+    for rollout in sorted(rollouts, key=lambda r: r.prompt_tokens):
+        if not out or rollout.prompt_tokens > _ALIKE * out[-1][0].prompt_tokens:
+            out.append([])
+        out[-1].append(rollout)
+    return out
+
+
+def serve(answering: Answering, done: Callable[[], bool]) -> None:
+    """Answer calls on this thread until `done`. A fault of the engine fails the calls of its batch and is raised.
+
+    A call that was cancelled meanwhile is passed over.
+    """
+    seen: Counter[str] = Counter()
+    while not done():
+        batch: list[Ask] = []
+        quiet_at = time.monotonic() + _SETTLE_S
+        while time.monotonic() < quiet_at:
+            try:
+                ask = asks.get(timeout=_SETTLE_S / 4)
+            except queue.Empty:
+                continue
+            batch.append(ask)
+            quiet_at = time.monotonic() + _SETTLE_S
+        batch = [ask for ask in batch if ask.answer.set_running_or_notify_cancel()]
+        try:
+            if batch:
+                # The order of arrival is the loop's; the order of the batch must not be.
+                answering.answer(sorted(batch, key=lambda ask: repr(ask.messages)), seen)
+        except BaseException as error:
+            for ask in batch:
+                if not ask.answer.done():
+                    ask.answer.set_exception(EngineError(f"{type(error).__name__}: {error}"))
+            raise
+
+
+def adapter_hash(policy: Policy) -> str:
+    """16 hex digits over the adapter's weights: what a self-judge's cache keys hold."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(policy.adapter_state().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,130 @@
+"""Write a static set of criteria from rollouts of the untrained policy.
+
+    python scripts/author_static_rubric.py out=rubric.yaml judge=litellm judge.model=openai/gpt-5.4 env=… policy=…
+    python scripts/author_static_rubric.py out=rubric.yaml tasks=12                # desk, tiny policy, scripted judge
+
+Samples `samples` rollouts of each training task, has criteria proposed for every task as rubric=dynamic would, reduces
+them to one general set, scores all rollouts by it, drops what rarely applies or rarely tells rollouts of a task apart,
+and writes what is left, most failed first: the YAML for rubric=static rubric.stage.criteria=FILE, and a table beside
+it.
+
+Options (key=value; everything else is an option of train.py):
+    out             YAML to write; must not exist
+    tasks           the first so many training tasks (default all)
+    samples         rollouts a task (default 8)
+    most            criteria at most (default 21)
+    applicable      least share of rollouts on which a criterion applies (default 0.05)
+    discriminative  least share of tasks whose rollouts it tells apart (default 0.02)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from draco.errors import ConfigError, DracoError
+from draco.judge.authoring import Rated, prune, rate, reduce_to_one
+from draco.judge.basegroups import compose_config, sample_groups
+from draco.judge.pipeline import JudgePipeline
+from draco.types import Criterion, Group
+
+OWN = {"out", "tasks", "samples", "most", "applicable", "discriminative"}
+
+
+async def author(
+    pipeline: JudgePipeline, groups: Sequence[Group], log: Console
+) -> tuple[list[Rated], tuple[Criterion, ...]]:
+    """Criteria of all tasks reduced to one set and rated, and what was proposed."""
+    proposed = [c for found in await asyncio.gather(*(pipeline.propose_group(g) for g in groups)) for c in found]
+    log.print(f"{len(proposed)} criteria proposed for {len(groups)} tasks")
+    general = await reduce_to_one(pipeline, proposed)
+    log.print(f"reduced to {len(general)}")
+    judged = await asyncio.gather(*(pipeline.judge_group(g, general, citations=False) for g in groups))
+    lost = sum(len(j.failures) for j in judged)
+    if lost:
+        log.print(f"{lost} rollouts have no verdict and count nowhere")
+    return rate(general, judged), tuple(proposed)
+
+
+def write(out: Path, kept: Sequence[Rated], config: DictConfig, counts: str) -> None:
+    """The YAML and, beside it, the table."""
+    rows = [
+        {
+            "title": r.criterion.title,
+            "description": r.criterion.description,
+            "evaluator_instruction": r.criterion.evaluator_instruction,
+        }
+        for r in kept
+    ]
+    head = f"# Authored by scripts/author_static_rubric.py with {config.judge.model}: {counts}. Most failed first.\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(head + OmegaConf.to_yaml(OmegaConf.create({"criteria": rows})), encoding="utf-8")
+    lines = ["| criterion | failure rate | applicable | discriminative |", "|---|---|---|---|"]
+    lines += [
+        f"| {r.criterion.title} | {r.failure_rate:.1%} | {r.applicable:.1%} | {r.discriminative:.1%} |" for r in kept
+    ]
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Author a set."""
+    given = dict(a.split("=", 1) for a in arguments if a.split("=", 1)[0] in OWN)
+    config = compose_config([a for a in arguments if a.split("=", 1)[0] not in OWN])
+    if "out" not in given:
+        raise ConfigError("out=FILE.yaml is missing: where to write the set")
+    out = Path(given["out"])
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a new file")
+    from draco.run import instantiate
+
+    console = Console()
+    client = instantiate(config.judge)  # a wrong key or model should not cost a rollout
+    caveats = instantiate(config.env.environment).caveats
+    pipeline = JudgePipeline(client, caveats, os.urandom(32))
+    tasks = int(given["tasks"]) if "tasks" in given else None
+    groups = sample_groups(config, tasks, int(given.get("samples", 8)))
+
+    async def run() -> tuple[list[Rated], tuple[Criterion, ...]]:
+        try:
+            return await author(pipeline, groups, console)
+        finally:
+            await client.aclose()
+
+    rated, proposed = asyncio.run(run())
+    kept = prune(
+        rated,
+        float(given.get("applicable", 0.05)),
+        float(given.get("discriminative", 0.02)),
+        int(given.get("most", 21)),
+    )
+    table = Table(title="criteria by failure rate", title_justify="left")
+    for name in ("criterion", "failure rate", "applicable", "discriminative", ""):
+        table.add_column(name, justify="left" if name == "criterion" else "right")
+    for r in sorted(rated, key=lambda r: -r.failure_rate):
+        shares = (f"{value:.1%}" for value in (r.failure_rate, r.applicable, r.discriminative))
+        table.add_row(r.criterion.title, *shares, "" if r in kept else "pruned")
+    console.print(table)
+    if not kept:
+        raise ConfigError("no criterion is left after pruning; lower applicable= and discriminative=, or sample more")
+    rollouts = sum(len(g.trajectories) for g in groups)
+    write(out, kept, config, f"{len(proposed)} proposed from {rollouts} rollouts of {len(groups)} tasks")
+    console.print(f"{len(kept)} criteria: {out}, table: {out.with_suffix('.md')}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except DracoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
