@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from draco.loader import EvalLoader, TaskLoader
 from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
 from draco.policy import Policy
-from draco.runfolder import locked, prepare, set_aside, write_config
+from draco.runfolder import discard_empty, locked, prepare, set_aside, write_config
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.summary import (
     evaluation_file,
@@ -92,6 +92,8 @@ def build(config: DictConfig) -> Parts:
         environment=environment, engine=instantiate(config.engine), limits=instantiate(config.limits)
     )
     rubric = instantiate(config.rubric.stage)
+    if "scripted" in str(config.judge.get("model", "")) and hasattr(rubric, "static_criteria"):
+        _check_scripted_criteria([c.title for c in rubric.static_criteria])
     credit = instantiate(config.credit.stage)
     callbacks = [rollout, rubric, credit, *(instantiate(c) for c in config.callbacks.values() if c)]
     find_stage(callbacks, RolloutStage)  # type: ignore[type-abstract]
@@ -112,6 +114,20 @@ def build(config: DictConfig) -> Parts:
         evaluator=evaluator,
     )
     return Parts(environment, evaluator, module, callbacks)
+
+
+def _check_scripted_criteria(titles: list[str]) -> None:
+    """The scripted judge finds what it has no rule for not applicable: no reward would ever come of it."""
+    from draco.judge.scripted.general import GENERAL
+
+    unknown = [t for t in titles if t not in GENERAL]
+    if len(unknown) == len(titles):
+        raise ConfigError(
+            "judge=scripted has a rule for none of the static rubric's criteria and would reward nothing; use "
+            "judge=litellm judge.model=PROVIDER/MODEL, or titles of its own set (rubric.stage.criteria=desk)"
+        )
+    if unknown:
+        log.warning("judge=scripted has no rule for %s: never applicable", ", ".join(unknown))
 
 
 def _judged(config: DictConfig) -> bool:
@@ -156,8 +172,18 @@ def train(config: DictConfig) -> dict[str, Any]:
         Interrupted: a signal did.
     """
     run = Path(config.run)
-    with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
-        return _train(config, run)
+    try:
+        with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
+            try:
+                return _train(config, run)
+            except ConfigError:
+                if not config.resume:
+                    discard_empty(run)
+                raise
+    except ConfigError:
+        with suppress(OSError):
+            run.rmdir()  # only if nothing is in it
+        raise
 
 
 def _train(config: DictConfig, run: Path) -> dict[str, Any]:
