@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 from typing import Literal
 
 __all__ = ["Reason", "StepCredit", "redistribute", "uniform"]
@@ -75,7 +76,8 @@ def redistribute(
         unanimous: what equal positive weights mean: the formula as it stands, or the flat per-token A.
 
     Raises:
-        ValueError: no steps, n_j ≤ 0, a score outside {−1, 0, 1}, a non-finite advantage, or an unknown `unanimous`.
+        ValueError: no steps, n_j ≤ 0, a score outside {−1, 0, 1}, numbers that are not whole, a citation that is
+            no pair, a non-finite advantage or product A · N, or an unknown `unanimous`.
 
     Example::
 
@@ -112,6 +114,8 @@ def redistribute(
 
     if reason is Reason.CREDITED or (reason is Reason.UNANIMOUS and unanimous == "equal_totals"):
         mass = advantage * sum(tokens)  # A · N
+        if not math.isfinite(mass):
+            raise ValueError(f"expected a finite A · N, got {advantage} · {sum(tokens)}")
         totals = tuple(mass * (w / total_weight) for w in weights)
         per_token = tuple(total / n for total, n in zip(totals, tokens, strict=True))
     else:
@@ -153,6 +157,8 @@ def _check_tokens(step_tokens: Sequence[int]) -> tuple[int, ...]:
     tokens = tuple(step_tokens)
     if not tokens:
         raise ValueError("expected at least one step in step_tokens, got none")
+    if not all(isinstance(n, Integral) for n in tokens):
+        raise ValueError(f"expected step_tokens as whole numbers of tokens, got {list(tokens)}")
     if min(tokens) <= 0:
         raise ValueError(f"expected every step to have at least one token, got step_tokens={list(tokens)}")
     return tokens
@@ -163,7 +169,14 @@ def _count(citations: Sequence[tuple[int, Sequence[int]]], steps: int) -> tuple[
     passes = [0] * steps
     cited = [0] * steps
     dropped = duplicates = 0
-    for score, numbers in citations:
+    for citation in citations:
+        try:
+            score, numbers = citation
+            numbers = tuple(numbers)
+        except TypeError:
+            raise ValueError(f"expected citations as (score, steps) pairs, got {citation!r}") from None
+        if not all(isinstance(j, Integral) for j in numbers):
+            raise ValueError(f"expected cited steps as whole numbers from 1, got {list(numbers)}")
         if score not in (-1, 0, 1):
             raise ValueError(f"expected a score of -1, 0 or 1, got {score!r}")
         if score == 0:

@@ -197,6 +197,7 @@ def wandb_logger(
             "group": group,
             "mode": "offline" if offline else "online",
             "resume": "allow",
+            "settings": {"x_disable_meta": True},  # it holds the command line, which may hold a key
             **options,
         },
     )

@@ -19,7 +19,7 @@ from draco.env.base import Evaluator
 from draco.errors import ConfigError, TrainingStopped
 from draco.evaluation.records import EvalRecord, evaluate_groups
 from draco.interrupt import hold, release, uninterrupted
-from draco.logprobs import output_head
+from draco.logprobs import check_head
 from draco.metrics import credit_metrics, loss_metrics
 from draco.options import LossOptions, UpdateOptions
 from draco.packing import Row, rows_of
@@ -85,7 +85,7 @@ class GRPOModule(LightningModule):
         """Load the base model once; Lightning calls this for every fit and validate."""
         if not hasattr(self, "policy"):
             self.policy = self._make_policy()
-            output_head(self.policy.model)
+            check_head(self.policy.model)
             self.packed = self.update_options.packing == "auto" and pack_attention(self.policy.model)
             self.policy.train()
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +26,8 @@ from draco.chat import ChatFormat
 from draco.errors import AdapterError, ConfigError
 from draco.lora import fuse_lora
 from draco.types import Message
+
+log = logging.getLogger("draco")
 
 __all__ = ["Policy"]
 
@@ -169,8 +172,12 @@ class Policy(nn.Module):
         """
         if missing := [name for name in _ADAPTER_FILES if not (folder / name).is_file()]:
             raise AdapterError(f"{folder} is not a PEFT adapter: {', '.join(missing)} not found")
-        rank = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("r")
-        state, own = load_file(folder / "adapter_model.safetensors"), self.adapter_state()
+        try:
+            saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            state = load_file(folder / "adapter_model.safetensors")
+        except (ValueError, SafetensorError) as error:
+            raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from None
+        rank, own = saved.get("r"), self.adapter_state()
         wrong = {k for k in state.keys() & own.keys() if state[k].shape != own[k].shape}
         if state.keys() != own.keys() or wrong:
             odd = sorted(state.keys() ^ own.keys() | wrong)
@@ -180,6 +187,20 @@ class Policy(nn.Module):
                 f"the adapter in {folder} (rank {rank}) does not fit {self.path}: {len(odd)} tensors differ, e.g. "
                 f"{example} is {shapes}; use the base model, rank and target modules that it was trained with"
             )
+        mine = self.model.peft_config[_TRAINED]
+        for name in ("lora_alpha", "use_rslora", "use_dora"):  # shapes do not show these, results do
+            if name in saved and saved[name] != getattr(mine, name):
+                option = " (policy.alpha)" if name == "lora_alpha" else ""
+                raise AdapterError(
+                    f"the adapter in {folder} has {name}={saved[name]}, this policy {getattr(mine, name)}{option}: its "
+                    "weights would mean something else; set it to what it was trained with"
+                )
+        base = str(saved.get("base_model_name_or_path") or "")
+        if base and Path(base).name != Path(str(mine.base_model_name_or_path)).name:
+            log.warning(
+                "the adapter in %s was trained on %s, and policy.path is %s: are they the same model?",
+                folder, base, self.path,
+            )  # fmt: skip
         set_peft_model_state_dict(self.model, state)
 
 

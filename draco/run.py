@@ -33,7 +33,7 @@ from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
 from draco.policy import Policy
 from draco.preflight import check_judge, preflight
-from draco.runfolder import locked, prepare, set_aside, write_config
+from draco.runfolder import discard_empty, locked, prepare, set_aside, write_config
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.summary import (
     evaluation_file,
@@ -93,6 +93,8 @@ def build(config: DictConfig) -> Parts:
         environment=environment, engine=instantiate(config.engine), limits=instantiate(config.limits)
     )
     rubric = instantiate(config.rubric.stage)
+    if "scripted" in str(config.judge.get("model", "")) and hasattr(rubric, "static_criteria"):
+        _check_scripted_criteria([c.title for c in rubric.static_criteria])
     credit = instantiate(config.credit.stage)
     callbacks = [rollout, rubric, credit, *(instantiate(c) for c in config.callbacks.values() if c)]
     find_stage(callbacks, RolloutStage)  # type: ignore[type-abstract]
@@ -113,6 +115,20 @@ def build(config: DictConfig) -> Parts:
         evaluator=evaluator,
     )
     return Parts(environment, evaluator, module, callbacks)
+
+
+def _check_scripted_criteria(titles: list[str]) -> None:
+    """The scripted judge finds what it has no rule for not applicable: no reward would ever come of it."""
+    from draco.judge.scripted.general import GENERAL
+
+    unknown = [t for t in titles if t not in GENERAL]
+    if len(unknown) == len(titles):
+        raise ConfigError(
+            "judge=scripted has a rule for none of the static rubric's criteria and would reward nothing; use "
+            "judge=litellm judge.model=PROVIDER/MODEL, or titles of its own set (rubric.stage.criteria=desk)"
+        )
+    if unknown:
+        log.warning("judge=scripted has no rule for %s: never applicable", ", ".join(unknown))
 
 
 def _judged(config: DictConfig) -> bool:
@@ -159,12 +175,21 @@ def train(config: DictConfig) -> dict[str, Any]:
     With `preflight=true` nothing is trained: everything is tried once, and the result is empty.
     """
     run = Path(config.run)
-    with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
-        if config.get("preflight"):
-            _quiet_libraries()
-            preflight(config, run, build, _loaders)
-        else:
-            return _train(config, run)
+    try:
+        with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
+            try:
+                if not config.get("preflight"):
+                    return _train(config, run)
+                _quiet_libraries()
+                preflight(config, run, build, _loaders)
+            except ConfigError:
+                if not config.resume:
+                    discard_empty(run)
+                raise
+    except ConfigError:
+        with suppress(OSError):
+            run.rmdir()  # only if nothing is in it
+        raise
     with suppress(OSError):  # a preflight leaves no folder of its own
         run.rmdir()
     return {}

@@ -22,11 +22,13 @@ from draco.archive import step_folders
 from draco.errors import ConfigError
 from draco.loggers import read_metrics, write_metrics
 
-__all__ = ["locked", "prepare", "redacted", "resume_config", "set_aside", "write_config"]
+__all__ = ["discard_empty", "locked", "prepare", "redacted", "resume_config", "set_aside", "write_config"]
 
 log = logging.getLogger("draco")
 
 _SECRET = re.compile(r"(key|token|secret|password|credential)s?$", re.IGNORECASE)
+#: of a URL: user:password@
+_PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 #: how judge calls are carried and what they may cost: a resume may change it, for no reply depends on it
 _JUDGE = (
     "api_base", "concurrency", "requests_per_min", "tokens_per_min", "timeout_s", "max_retries", "max_usd",
@@ -35,6 +37,8 @@ _JUDGE = (
 #: what a resume may change: length and placement
 RESUMABLE = ("steps", "trainer", "logger", "checkpoint", "preflight", *(f"judge.{name}" for name in _JUDGE))
 _LOCK = "lock"
+#: what a run makes before it loads anything
+_MADE_FIRST = frozenset({_LOCK, "config.yaml", "transcript_secret", "judge"})
 _REDACTED = "<redacted>"
 
 
@@ -89,8 +93,18 @@ def _owner(content: bytes) -> str:
 
 
 def _holds_something(run: Path) -> bool:
-    """Other than what a job leaves that was killed before it wrote config.yaml."""
-    return any(p.name != _LOCK and p.suffix != ".tmp" for p in run.iterdir())
+    """Other than what a job leaves that ended before it had made anything."""
+    return any(p.name not in _MADE_FIRST and p.suffix != ".tmp" for p in run.iterdir())
+
+
+def discard_empty(run: Path) -> None:
+    """Remove what a run made before its configuration was refused; a folder that holds more stays as it is."""
+    if run.is_dir() and not _holds_something(run):
+        for path in run.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
 
 
 def prepare(run: Path, *, overwrite: bool) -> None:
@@ -128,6 +142,8 @@ def redacted(config: DictConfig) -> Any:
 
 
 def _redact(node: Any) -> Any:
+    if isinstance(node, str):
+        return _PASSWORD.sub(_REDACTED, node)
     if isinstance(node, dict):
         return {
             k: _REDACTED if _SECRET.search(str(k)) and isinstance(v, str) and v else _redact(v) for k, v in node.items()
@@ -169,8 +185,19 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
     config = DictConfig(_restored(OmegaConf.to_container(config), again))
     if missing := sorted({n for n in _redacted_names(config) if n not in again}):
         raise ConfigError(f"resume={folder}: {', '.join(missing)} is not kept in a run folder; give it again")
-    config.run, config.resume, config.overwrite = str(folder), str(folder), False
-    return config
+    moved = _moved(OmegaConf.to_container(config), config.run, str(folder))
+    return DictConfig({**moved, "run": str(folder), "resume": str(folder), "overwrite": False})
+
+
+def _moved(node: Any, old: str, new: str) -> Any:
+    """`node` with the path of the run folder, which its parts have stored resolved, replaced by where it is now."""
+    if isinstance(node, dict):
+        return {k: _moved(v, old, new) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_moved(v, old, new) for v in node]
+    if isinstance(node, str) and (node == old or node.startswith(f"{old}/")):
+        return new + node.removeprefix(old)
+    return node
 
 
 def _restored(node: Any, secrets: dict[str, Any]) -> Any:

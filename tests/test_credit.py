@@ -8,6 +8,7 @@ from __future__ import annotations
 import doctest
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -323,3 +324,22 @@ def test_integers_give_floats() -> None:
 def test_docstring_examples() -> None:
     result = doctest.testmod(draco.credit)
     assert (result.failed, result.attempted) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("citations", "tokens", "message"),
+    [
+        ([(1, [1.5])], [2, 4], "cited steps as whole numbers"),
+        ([(1, 3)], [2, 4], r"\(score, steps\) pairs"),
+        ([1], [2, 4], r"\(score, steps\) pairs"),
+        ([(1, [1])], [1.5, 2], "whole numbers of tokens"),
+    ],
+)
+def test_input_of_another_kind_is_named(citations: Any, tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        redistribute(1.0, citations, tokens)
+
+
+def test_a_product_beyond_floats_is_refused() -> None:
+    with pytest.raises(ValueError, match="finite A · N"):
+        redistribute(1e308, [(1, [1])], [20, 2])

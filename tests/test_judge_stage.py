@@ -309,7 +309,7 @@ def with_end_states(*states: str) -> Group:
 
 
 def test_outcome_rubric() -> None:
-    stage = OutcomeRubric(ByEndState())
+    stage = OutcomeRubric(ByEndState(), max_failed_share=0.5)
     assert not stage.gives_citations
     j = next(stage.judge([with_end_states("yes", "no", "raise", "lost")]))
     assert j.rewards == (1.0, 0.0)
@@ -322,6 +322,8 @@ def test_outcome_rubric() -> None:
     j = next(stage.judge([with_end_states("yes", "raise")]))
     assert j.group.trajectories == ()
     assert [f.phase for f in j.failures] == ["group", "evaluate"]
+    with pytest.raises(TrainingStopped, match=r"2 of 4 rollouts of this batch have no outcome.*the last: lost"):
+        next(OutcomeRubric(ByEndState()).judge([with_end_states("yes", "no", "raise", "lost")]))
 
 
 def test_random_rubric() -> None:

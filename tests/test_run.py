@@ -402,6 +402,7 @@ BAD = [
     ("loss.zero_signal=maybe", "zero_signal"),
     ("env.step=word", "code_block"),
     ("rubric.stage.criteria=/nowhere", "no static rubric"),
+    ("rubric=outcome env.evaluator=null", "rubric=outcome needs the environment's evaluator"),
 ]
 
 
@@ -409,9 +410,33 @@ BAD = [
 def test_bad_input_is_named_before_any_rollout(argument: str, message: str, tmp_path: Path) -> None:
     rubric = ["rubric=static"] if "criteria" in argument else []
     with pytest.raises(ConfigError, match=message):
-        train(*rubric, argument, f"run={tmp_path / 'run'}")
-    assert not (tmp_path / "run" / "archive").exists()
-    assert not (tmp_path / "run" / "evaluation_before.json").exists()
+        train(*rubric, *argument.split(), f"run={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()  # so that the corrected command may use the name
+
+
+def test_the_scripted_judge_refuses_a_static_rubric_that_it_has_no_rule_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rubric = tmp_path / "mine.yaml"
+    own = "{title: Speaks Latin, description: d, evaluator_instruction: e}"
+    rubric.write_text(f"criteria: [{own}]", encoding="utf-8")
+    chosen = ("rubric=static", f"rubric.stage.criteria={rubric}", f"run={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match="has a rule for none of the static rubric's criteria"):
+        train(*chosen)
+    known = "{title: Fetches complete data, description: d, evaluator_instruction: e}"
+    rubric.write_text(f"criteria: [{own}, {known}]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="set tasks_per_step to 90"):
+        train(*chosen, "tasks_per_step=91")
+    assert "has no rule for Speaks Latin" in caplog.text
+
+
+def test_a_moved_run_goes_on_where_it_is(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run = tmp_path / "moved"
+    shutil.copytree(finished[0], run)
+    before = sorted(p.relative_to(finished[0]) for p in finished[0].rglob("*"))
+    assert train(f"resume={run}", "steps=3")["steps"] == 3
+    assert len(step_folders(run)) == len(rows_of(run / "metrics.csv")) == 3
+    assert sorted(p.relative_to(finished[0]) for p in finished[0].rglob("*")) == before
 
 
 def test_the_example_environment_trains(tmp_path: Path) -> None:

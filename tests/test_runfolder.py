@@ -18,7 +18,7 @@ from draco.errors import ConfigError
 from draco.loader import TaskLoader
 from draco.loggers import read_metrics
 from draco.policy import Policy
-from draco.runfolder import locked, prepare, resume_config, set_aside, write_config
+from draco.runfolder import discard_empty, locked, prepare, resume_config, set_aside, write_config
 from draco.types import Task
 
 
@@ -136,6 +136,33 @@ def test_a_secret_that_was_not_kept_must_be_given_again(tmp_path: Path) -> None:
     given = OmegaConf.create({"judge": {"api_key": "s3cret"}})
     config = resume_config(tmp_path, given, [f"resume={tmp_path}", "+judge.api_key=s3cret"])
     assert (config.judge.api_key, config.rubric.judge.api_key) == ("s3cret", "s3cret")
+
+
+def test_a_moved_folder_is_named_in_every_part(tmp_path: Path) -> None:
+    old = {"run": "runs/a", "resume": None, "parts": [{"run": "runs/a"}, "runs/a/adapters", "runs/ab"]}
+    write_config(OmegaConf.create(old), tmp_path)
+    config = resume_config(tmp_path, OmegaConf.create({}), [f"resume={tmp_path}"])
+    assert config.parts == [{"run": str(tmp_path)}, f"{tmp_path}/adapters", "runs/ab"]
+
+
+def test_a_password_in_an_address_is_redacted(tmp_path: Path) -> None:
+    write_config(OmegaConf.create({"a": ["http://me:s3cret@host/v1", "http://host/x@y"]}), tmp_path)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "s3cret" not in text
+    assert "http://host/x@y" in text
+
+
+def test_only_what_a_refused_run_made_is_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.yaml", "transcript_secret"):
+        (run / name).write_text("x")
+    (run / "metrics.csv").write_text("x")
+    discard_empty(run)
+    assert (run / "config.yaml").is_file()
+    (run / "metrics.csv").unlink()
+    discard_empty(run)
+    assert not any(run.iterdir())
 
 
 # --- durable files ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from test_module import credits_of, gradients, prepared, relative
 from torch import Tensor
 
-from draco.errors import ConfigError
+from draco.errors import AdapterError, ConfigError
 from draco.module import GRPOModule, StepRecord
 from draco.options import LossOptions, UpdateOptions
 from draco.policy import Policy
@@ -238,6 +239,32 @@ def test_the_reference_is_what_the_config_says(new_policy: Callable[[], Policy],
     ]  # fmt: skip
     again = Policy(TINY, adapter=str(tmp_path / "saved"))
     assert all(torch.equal(v, again.adapter_state()[k]) for k, v in frozen.policy.adapter_state().items())
+
+
+def test_an_adapter_of_another_scale_or_a_broken_one_is_refused(
+    new_policy: Callable[[], Policy], tmp_path: Path
+) -> None:
+    saved = tmp_path / "adapter"
+    new_policy().save_adapter(saved)
+    with pytest.raises(AdapterError, match=r"has lora_alpha=32, this policy 640 \(policy\.alpha\)"):
+        Policy(TINY, adapter=str(saved), alpha=640)
+    weights = saved / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(AdapterError, match="cannot be read"):
+        Policy(TINY, adapter=str(saved))
+
+
+def test_an_adapter_of_another_base_is_warned_about(
+    new_policy: Callable[[], Policy], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = tmp_path / "adapter"
+    new_policy().save_adapter(saved)
+    Policy(TINY, adapter=str(saved))
+    assert "are they the same model" not in caplog.text
+    config = saved / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "some/other-model"}))
+    Policy(TINY, adapter=str(saved))
+    assert "was trained on some/other-model" in caplog.text
 
 
 def test_bad_options_are_named(tmp_path: Path) -> None:

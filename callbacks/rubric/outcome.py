@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from draco.env.base import Evaluator
+from draco.errors import ConfigError, TrainingStopped
 from draco.judge.stage import BaseRubric, judged_without_criteria
 from draco.types import Failure, Group, Judgement
 
@@ -25,13 +26,30 @@ class OutcomeRubric(BaseRubric):
 
     gives_citations = False
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: Evaluator | None, max_failed_share: float = 0.25) -> None:
+        """Set up the stage.
+
+        Args:
+            evaluator: of the environment.
+            max_failed_share: more rollouts without a result than this share of a batch stop the run.
+
+        Raises:
+            ConfigError: the environment has no evaluator.
+        """
         super().__init__()
-        self.evaluator = evaluator
+        if evaluator is None:
+            raise ConfigError("rubric=outcome needs the environment's evaluator, and this environment names none")
+        self.evaluator, self.max_failed_share = evaluator, max_failed_share
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
-        """Yield one judgement with K = 0 a group, in the order of arrival, after all rollouts have ended."""
-        for group in list(groups):
+        """Yield one judgement with K = 0 a group, in the order of arrival, after all rollouts have ended.
+
+        Raises:
+            TrainingStopped: too many rollouts have no outcome.
+        """
+        waiting = list(groups)
+        members, failed = sum(len(group.live().trajectories) for group in waiting), 0
+        for group in waiting:
             rewards: dict[int, float] = {}
             failures: list[Failure] = []
             for t in group.live().trajectories:
@@ -44,6 +62,12 @@ class OutcomeRubric(BaseRubric):
                     failures.append(Failure(t.sample, "evaluate", outcome.error or "the evaluator gave no result"))
                 else:
                     rewards[t.sample] = float(outcome.success)
+            failed += len(failures)
+            if failed > self.max_failed_share * members:
+                raise TrainingStopped(
+                    f"{failed} of {members} rollouts of this batch have no outcome, more than max_failed_share="
+                    f"{self.max_failed_share:g}; the last: {failures[-1].reason}"
+                )
             judgement = judged_without_criteria(group, rewards, failures)
             self._metrics.append(dict(judgement.metrics))
             yield judgement
