@@ -90,7 +90,7 @@ class Rollout:
         self._deadline = self._started + limits.deadline_s if limits.deadline_s else math.inf
         self._env_s = 0.0
         stop = episode.format.stop
-        self._stop, self._may_finish = stop, chat.may_finish(stop) if stop else frozenset()
+        self.stop, self._may_finish = stop, chat.may_finish(stop) if stop else frozenset()
         self._uniforms = _Uniforms(seed)
 
     def uniform(self) -> float:
@@ -111,13 +111,25 @@ class Rollout:
             or self.overdue()
         )
 
+    def budget(self) -> int:
+        """Tokens that may still be sampled in this turn, by the budgets of the trajectory and of the turn."""
+        length = len(self.token_ids)
+        room = self.limits.max_response_tokens - (length - self.prompt_tokens)
+        cap = self.limits.max_turn_tokens
+        return min(room, cap - (length - self._turn_start)) if cap else room
+
+    @property
+    def time_left(self) -> float:
+        """Seconds to the deadline; infinite without one."""
+        return self._deadline - time.monotonic()
+
     def overdue(self) -> bool:
         """True past the wall-clock deadline."""
         return self._deadline < math.inf and time.monotonic() > self._deadline
 
     def _at_stop(self) -> bool:
         window = self.chat.decode(self.token_ids[max(self._turn_start, len(self.token_ids) - _WINDOW) :])
-        return any(s in window for s in self._stop)
+        return any(s in window for s in self.stop)
 
     def finish_turn(self) -> None:
         """Close the sampled turn: parse it, run its actions, append steps and gap tokens, or end the episode."""
@@ -236,6 +248,11 @@ class Rollout:
             self.episode.close()
         except Exception as fault:
             self.error = self.error or f"close: {type(fault).__name__}: {fault}"
+
+    def abandon(self) -> None:
+        """End by deadline while a thread is still inside `finish_turn`; that thread's owner closes the episode."""
+        if self.termination is None:
+            self.termination, self.error = Termination.DEADLINE, "the environment had not answered by the deadline"
 
     def trajectory(self) -> Trajectory:
         """The finished trajectory."""

@@ -7,6 +7,7 @@ that a template would strip from earlier turns (thinking) stays in the history.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -37,6 +38,8 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._kwargs = kwargs
+        # A fast tokenizer keeps options of a call in itself: threads that step environments must take turns.
+        self._lock = threading.Lock()
         dialogue = [
             {"role": "system", "content": "zq0SYSzq"},
             {"role": "user", "content": "zq0ASKzq"},
@@ -76,13 +79,17 @@ class ChatFormat:
         return found
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids) if text else ()
+        if not text:
+            return ()
+        with self._lock:
+            return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _encode_untrusted(self, text: str) -> tuple[int, ...]:
         # An observation that spells `<|im_end|>` must not become the control token.
         if not text:
             return ()
-        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+        with self._lock:
+            return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
     def prompt_ids(self, opening: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the opening messages, generation prompt included."""
@@ -102,7 +109,8 @@ class ChatFormat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens, control tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        with self._lock:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @lru_cache(maxsize=64)  # noqa: B019 - one ChatFormat a process
     def may_finish(self, stop: tuple[str, ...]) -> frozenset[int]:
