@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -128,8 +128,15 @@ class Rollout:
         return self._deadline < math.inf and time.monotonic() > self._deadline
 
     def _at_stop(self) -> bool:
-        window = self.chat.decode(self.token_ids[max(self._turn_start, len(self.token_ids) - _WINDOW) :])
-        return any(s in window for s in self.stop)
+        start = max(self._turn_start, len(self.token_ids) - _WINDOW)
+        window = self.chat.decode(self.token_ids[start:])
+        if not any(s in window for s in self.stop):
+            return False
+        # Code that is only thought of ends nothing.
+        return not self.chat.thinking(window if start == self._turn_start else self._turn_text())
+
+    def _turn_text(self) -> str:
+        return self.chat.decode(self.token_ids[self._turn_start :])
 
     def finish_turn(self) -> None:
         """Close the sampled turn: parse it, run its actions, append steps and gap tokens, or end the episode."""
@@ -137,7 +144,7 @@ class Rollout:
         ended = sampled[-1] in self.chat.end_ids
         text = self.chat.decode(sampled[:-1] if ended else sampled)
         self._turn += 1
-        actions = self.episode.format.parse(text)
+        actions = self._actions(text)
         self.messages.append(Message("assistant", text))
         observations, termination = self._run(text, actions)
         self._add_steps(text, sampled, actions, observations)
@@ -158,6 +165,12 @@ class Rollout:
                 self._turn_start = len(self.token_ids)
         if termination is not None:
             self.end(termination)
+
+    def _actions(self, text: str) -> tuple[ActionSpan, ...]:
+        """Actions of a turn; where the template opened its thinking, so did the turn."""
+        opened = len(self.chat.opened)
+        found = self.episode.format.parse(self.chat.opened + text)
+        return tuple(replace(a, start=a.start - opened, stop=a.stop - opened) for a in found) if opened else found
 
     def _run(self, text: str, actions: Sequence[ActionSpan]) -> tuple[tuple[str, ...], Termination | None]:
         """Observations of the turn, and the termination if it ends the episode."""

@@ -17,6 +17,7 @@ from draco.types import Message
 
 __all__ = ["ChatFormat"]
 
+_THINK, _THOUGHT = "<think>", "</think>"
 _TURN, _OBSERVATION = "zq1TURNzq", "zq2OBSzq"  # never in a template, never changed by one
 
 
@@ -58,6 +59,8 @@ class ChatFormat:
         self.end_ids = frozenset(self._end_ids())
         self._glue_tail = self._encode(tail + before)
         self._glue_after = self._encode(after)
+        #: what the generation prompt leaves open: a turn of such a template begins inside its thinking
+        self.opened = _THINK if after.rstrip().endswith(_THINK) else ""
         self.encode_text = lru_cache(maxsize=65536)(self._encode_untrusted)
 
     def _render(self, messages: list[dict[str, str]], *, generation: bool) -> str:
@@ -106,6 +109,11 @@ class ChatFormat:
         if tail and tail[0] == last_id:
             tail = tail[1:]
         return (*tail, *self.encode_text(observation), *self._glue_after)
+
+    def thinking(self, turn: str) -> bool:
+        """True if a turn that begins so has not closed its thinking yet."""
+        text = self.opened + turn
+        return text.rfind(_THINK) > text.rfind(_THOUGHT)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens, control tokens included."""
