@@ -262,10 +262,13 @@ class Rollout:
         except Exception as fault:
             self.error = self.error or f"close: {type(fault).__name__}: {fault}"
 
-    def abandon(self) -> None:
-        """End by deadline while a thread is still inside `finish_turn`; that thread's owner closes the episode."""
-        if self.termination is None:
-            self.termination, self.error = Termination.DEADLINE, "the environment had not answered by the deadline"
+    def abandon(self) -> bool:
+        """End by deadline while a thread is still inside `finish_turn`; True if that thread's owner must close the
+        episode once it is out, False if the rollout had ended by itself."""
+        if self.termination is not None:
+            return False
+        self.termination, self.error = Termination.DEADLINE, "the environment had not answered by the deadline"
+        return True
 
     def trajectory(self) -> Trajectory:
         """The finished trajectory."""

@@ -2,10 +2,10 @@
 
     python scripts/bench_rollout.py [--quick] [--episodes N] [--model FOLDER] [--no-vllm]
 
-Every episode has 12 turns; whatever is sampled is an action, and every action gets an observation of the same length. All
-episodes run together. Three ways of sampling them:
+Every episode has 12 turns; whatever is sampled is an action, and every action gets an observation of the same length.
+All episodes run together. Three ways of sampling them:
 
-    generate       at every turn the whole history is prefilled again, left-padded, and `generate` adds the turn's tokens
+    generate       at every turn the whole history is prefilled again, left-padded; `generate` adds the turn's tokens
     transformers   engine=transformers: one key/value cache for the whole episode
     vllm           engine=vllm on this machine, where .venv-vllm exists (scripts/setup_vllm.sh); null elsewhere
 

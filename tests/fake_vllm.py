@@ -207,6 +207,4 @@ class FakeVllm:
                     logits = self.policy.model(input_ids=row, use_cache=False).logits[0, :-1]
             else:
                 logits = self.policy.model(input_ids=row, use_cache=False).logits[0, :-1]
-        return {
-            t: (logits / t).log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1).tolist() for t in (0.5, 1.0)
-        }
+        return {t: (logits / t).log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1).tolist() for t in (0.5, 1.0)}

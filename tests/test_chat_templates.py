@@ -110,10 +110,10 @@ def test_rollout_ids_are_training_ids(case: str, conversation: list[Any], by_end
             text = "".join(text.partition("</think>")[:2]) if chat.opened else "hm"  # no block: the end token ends it
         before = list(rollout.token_ids)
         tokens = [*chat.encode_text(text), end]
-        for at, token in enumerate(tokens):
+        for token in tokens:
             if rollout.push(token, -0.5):
                 break
-        sampled.append(tokens[: at + 1])
+        sampled.append(tokens[: len(rollout.token_ids) - len(before)])
         texts.append(text)
         assert rollout.token_ids == before + sampled[-1]  # the history is never touched
         rollout.finish_turn()

@@ -94,7 +94,7 @@ def run(engine: VllmEngine, policy: Policy, rows: list[Rollout], temperature: fl
     return ended
 
 
-# --- what is sampled ----------------------------------------------------------------------------------------------------
+# --- what is sampled --------------------------------------------------------------------------------------------------
 
 
 def test_rollouts_are_what_the_server_sampled(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
@@ -152,7 +152,7 @@ def test_a_turn_that_a_server_cuts_short_goes_on_from_its_prefix(
     assert len(server.requests) == sum(row.trajectory().step_tokens)
 
 
-# --- losses -------------------------------------------------------------------------------------------------------------
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_server_is_replaced_from_the_token_prefix(
@@ -238,7 +238,7 @@ def test_a_logprob_that_is_no_number_is_an_engine_error(
     assert "not a number" in row.error
 
 
-# --- deadlines ----------------------------------------------------------------------------------------------------------
+# --- deadlines --------------------------------------------------------------------------------------------------------
 
 
 class Stuck(EchoEpisode):
@@ -277,7 +277,9 @@ def test_a_straggler_ends_by_deadline_and_holds_nobody_up(
     assert row.episode.closed == 1  # type: ignore[attr-defined]
 
 
-def test_an_interrupted_batch_closes_its_episodes(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
+def test_an_interrupted_batch_closes_its_episodes(
+    start: Callable[..., FakeVllm], opened: Callable[..., object]
+) -> None:
     server = start()
     engine, policy = opened(server)  # type: ignore[misc]
     server.fault = lambda body: 30.0 if "say 1" in policy.chat.decode(body["prompt"]) else None
@@ -288,7 +290,7 @@ def test_an_interrupted_batch_closes_its_episodes(start: Callable[..., FakeVllm]
     assert [r.episode.closed for r in rows] == [1, 1]  # type: ignore[attr-defined]
 
 
-# --- adapters -----------------------------------------------------------------------------------------------------------
+# --- adapters ---------------------------------------------------------------------------------------------------------
 
 
 def _perturb(policy: Policy, seed: int = 5) -> None:
@@ -392,9 +394,7 @@ def test_an_adapter_folder_may_have_another_path_on_the_server(
     (tmp_path / "here").mkdir()
     (tmp_path / "there").symlink_to(tmp_path / "here")
     server = start()
-    engine, policy = opened(
-        server, adapter_dir=str(tmp_path / "here"), adapter_dir_on_server=str(tmp_path / "there")
-    )  # type: ignore[misc]
+    engine, policy = opened(server, adapter_dir=str(tmp_path / "here"), adapter_dir_on_server=str(tmp_path / "there"))  # type: ignore[misc]
     run(engine, policy, rollouts(policy))
 
 
@@ -418,7 +418,7 @@ def test_a_wrong_trained_adapter_stops_the_run_before_it_updates(
     assert set(server.adapters) == {f.name for f in (run / "adapters").iterdir()}  # version 0 alone
 
 
-# --- before the start ---------------------------------------------------------------------------------------------------
+# --- before the start -------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_work_is_said_before_the_first_rollout(
@@ -450,7 +450,7 @@ def test_servers_sleep_between_rollouts(start: Callable[..., FakeVllm], opened: 
     assert server.order.count("/wake_up") == 1  # it was awake at first
 
 
-# --- routing ------------------------------------------------------------------------------------------------------------
+# --- routing ----------------------------------------------------------------------------------------------------------
 
 
 def test_groups_stay_together_and_servers_are_filled_evenly() -> None:
@@ -473,9 +473,7 @@ def test_a_lost_server_gives_its_groups_away_and_comes_back() -> None:
     assert router.enter("a", avoid=[1]) == 0
 
 
-def test_a_group_is_asked_of_one_server_alone(
-    start: Callable[..., FakeVllm], opened: Callable[..., object]
-) -> None:
+def test_a_group_is_asked_of_one_server_alone(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
     servers = start(), start()
     engine, policy = opened(*servers)  # type: ignore[misc]
     run(engine, policy, rollouts(policy, groups=4, size=3))

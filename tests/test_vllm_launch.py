@@ -20,7 +20,9 @@ from draco.policy import Policy
 
 GUARD = Path(guard.__file__)
 #: a command that leaves a child of its own behind, as a server with worker processes does
-FAMILY = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+FAMILY = (
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+)
 
 
 def alive(pid: int) -> bool:

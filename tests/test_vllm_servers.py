@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY
-from test_engine import LIMITS, recomputed
 from test_config import configuration
+from test_engine import LIMITS, recomputed
 
 from draco.agent import Rollout, sampling_seed
 from draco.background import BackgroundLoop

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -311,7 +312,8 @@ class VllmEngine(Engine):
     def _drive(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
         adapter, probe = self._sync(policy, temperature)
         ended: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
-        future = BackgroundLoop.shared().submit(self._all(rollouts, adapter, probe, temperature, ended))
+        finished = threading.Event()
+        future = BackgroundLoop.shared().submit(self._all(rollouts, adapter, probe, temperature, ended, finished))
         try:
             for _ in rollouts:
                 yield _next(ended, future)
@@ -319,10 +321,25 @@ class VllmEngine(Engine):
         finally:
             if not future.done():
                 future.cancel()
+                finished.wait(10)  # tasks let go of their rollouts
             for rollout in rollouts:
                 rollout.end(Termination.ENGINE_ERROR, "generation was interrupted")
 
     async def _all(
+        self,
+        rollouts: Sequence[Rollout],
+        adapter: Adapter,
+        probe: Probe,
+        temperature: float,
+        ended: queue.SimpleQueue[Rollout],
+        finished: threading.Event,
+    ) -> None:
+        try:
+            await self._batch(rollouts, adapter, probe, temperature, ended)
+        finally:
+            finished.set()
+
+    async def _batch(
         self,
         rollouts: Sequence[Rollout],
         adapter: Adapter,
@@ -382,8 +399,7 @@ class VllmEngine(Engine):
         try:
             await asyncio.shield(working)
         except asyncio.CancelledError:
-            if not working.done():  # the thread cannot be stopped; its result is not waited for
-                rollout.abandon()
+            if not working.done() and rollout.abandon():  # the thread cannot be stopped and is not waited for
                 working.add_done_callback(lambda done: _close(rollout, done))
             raise
 

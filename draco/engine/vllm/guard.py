@@ -4,7 +4,7 @@
 
 A trainer that is killed with -9 can end nothing itself. This process stands between it and a server: it lives in a
 session of its own (a signal to the trainer's group does not reach it), starts the command as a new process group, and
-looks twice a second whether the trainer is still its parent. Standard library only; no draco, so that it starts at once.
+looks twice a second whether the trainer is still its parent. Standard library only, so that it starts at once.
 """
 
 from __future__ import annotations

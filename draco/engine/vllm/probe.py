@@ -45,7 +45,10 @@ class Probe:
     @property
     def prompt(self) -> tuple[int, ...]:
         """Fixed for a policy."""
-        opening = (Message("system", "You act by code."), Message("user", "Send 31 to ana, then say what you did. 0 1 2"))
+        opening = (
+            Message("system", "You act by code."),
+            Message("user", "Send 31 to ana, then say what you did. 0 1 2"),
+        )
         return self.policy.chat.prompt_ids(opening)[:_PROMPT]
 
     def check(self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion) -> float:
