@@ -17,10 +17,11 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -472,9 +473,9 @@ class VllmEngine(Engine):
                 with contextlib.suppress(ServerLost):
                     await Server(seat.url, session, timeout_s=self.request_timeout_s).sleep()
 
-    def _wait(self, coro: object) -> None:
+    def _wait(self, coro: Coroutine[Any, Any, None]) -> None:
         """Run on the background loop; this thread waits and stays interruptible."""
-        future: Future[None] = BackgroundLoop.shared().submit(coro)  # type: ignore[arg-type]
+        future = BackgroundLoop.shared().submit(coro)
         try:
             future.result()
         except BaseException:
