@@ -132,11 +132,10 @@ class Rollout:
         window = self.chat.decode(self.token_ids[start:])
         if not any(s in window for s in self.stop):
             return False
-        # Code that is only thought of ends nothing.
-        return not self.chat.thinking(window if start == self._turn_start else self._turn_text())
-
-    def _turn_text(self) -> str:
-        return self.chat.decode(self.token_ids[self._turn_start :])
+        # Code that is only thought of ends nothing, neither in the thoughts nor when they close.
+        turn = window if start == self._turn_start else self.chat.decode(self.token_ids[self._turn_start :])
+        said = self.chat.said(turn)
+        return any(s in said for s in self.stop)
 
     def finish_turn(self) -> None:
         """Close the sampled turn: parse it, run its actions, append steps and gap tokens, or end the episode."""

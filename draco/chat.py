@@ -110,10 +110,13 @@ class ChatFormat:
             tail = tail[1:]
         return (*tail, *self.encode_text(observation), *self._glue_after)
 
-    def thinking(self, turn: str) -> bool:
-        """True if a turn that begins so has not closed its thinking yet."""
+    def said(self, turn: str) -> str:
+        """What a turn says after its last thought; empty while it still thinks."""
         text = self.opened + turn
-        return text.rfind(_THINK) > text.rfind(_THOUGHT)
+        closed = text.rfind(_THOUGHT)
+        if text.rfind(_THINK) > closed:
+            return ""
+        return text if closed < 0 else text[closed + len(_THOUGHT) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens, control tokens included."""
