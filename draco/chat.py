@@ -7,6 +7,7 @@ that a template would strip from earlier turns (thinking) stays in the history.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from draco.types import Message
 
 __all__ = ["ChatFormat"]
 
+_THINK, _THOUGHT = "<think>", "</think>"
 _TURN, _OBSERVATION = "zq1TURNzq", "zq2OBSzq"  # never in a template, never changed by one
 
 
@@ -37,6 +39,8 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._kwargs = kwargs
+        # A fast tokenizer keeps options of a call in itself: threads that step environments must take turns.
+        self._lock = threading.Lock()
         dialogue = [
             {"role": "system", "content": "zq0SYSzq"},
             {"role": "user", "content": "zq0ASKzq"},
@@ -55,6 +59,8 @@ class ChatFormat:
         self.end_ids = frozenset(self._end_ids())
         self._glue_tail = self._encode(tail + before)
         self._glue_after = self._encode(after)
+        #: what the generation prompt leaves open: a turn of such a template begins inside its thinking
+        self.opened = _THINK if after.rstrip().endswith(_THINK) else ""
         self.encode_text = lru_cache(maxsize=65536)(self._encode_untrusted)
 
     def _render(self, messages: list[dict[str, str]], *, generation: bool) -> str:
@@ -76,13 +82,17 @@ class ChatFormat:
         return found
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids) if text else ()
+        if not text:
+            return ()
+        with self._lock:
+            return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _encode_untrusted(self, text: str) -> tuple[int, ...]:
         # An observation that spells `<|im_end|>` must not become the control token.
         if not text:
             return ()
-        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+        with self._lock:
+            return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
     def prompt_ids(self, opening: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the opening messages, generation prompt included."""
@@ -100,9 +110,18 @@ class ChatFormat:
             tail = tail[1:]
         return (*tail, *self.encode_text(observation), *self._glue_after)
 
+    def said(self, turn: str) -> str:
+        """What a turn says after its last thought; empty while it still thinks."""
+        text = self.opened + turn
+        closed = text.rfind(_THOUGHT)
+        if text.rfind(_THINK) > closed:
+            return ""
+        return text if closed < 0 else text[closed + len(_THOUGHT) :]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled tokens, control tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        with self._lock:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @lru_cache(maxsize=64)  # noqa: B019 - one ChatFormat a process
     def may_finish(self, stop: tuple[str, ...]) -> frozenset[int]:

@@ -55,7 +55,7 @@ def gather(value: Any) -> list[Any]:
 
 
 #: Metrics that count, beside the counters of the judge.
-_COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s")
+_COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s", "engine/retries")
 
 
 def merge_metrics(many: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -7,6 +7,8 @@ DracoError
 │   └── AdapterError     an adapter does not fit the base model
 ├── EnvironmentFault     the environment failed, not the agent (termination `environment_error`)
 ├── EngineError          generation failed, not the agent (termination `engine_error`)
+│   ├── ServerLost       a generation server did not answer: the request may succeed elsewhere
+│   └── ServerRefused    it answered that it will not: the same request fails again
 ├── JudgeError           a judge call did not give a usable reply; never turned into a score
 │   ├── JudgeReplyError  the reply was unparsable or broke the schema, after one corrective re-ask
 │   ├── JudgeCallError   the provider failed (timeout, rate limit, server error), retries exhausted
@@ -26,6 +28,8 @@ __all__ = [
     "JudgeConfigError",
     "JudgeError",
     "JudgeReplyError",
+    "ServerLost",
+    "ServerRefused",
     "StageError",
     "TemplateError",
     "TrainingStopped",
@@ -58,6 +62,14 @@ class EnvironmentFault(DracoError):
 
 class EngineError(DracoError):
     """Generation failed, not the agent; the trajectory is quarantined."""
+
+
+class ServerLost(EngineError):
+    """A generation server did not answer, or failed while answering; the request may succeed elsewhere."""
+
+
+class ServerRefused(EngineError):
+    """A generation server answered that it will not do this; the same request fails again."""
 
 
 class JudgeError(DracoError):

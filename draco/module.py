@@ -72,6 +72,7 @@ class GRPOModule(LightningModule):
         self.batches_done = 0  #: our batch counter: the x axis of every log
         self.bad_steps = 0  #: non-finite steps in a row
         self.lr = 0.0  #: of the last optimizer step
+        self.mismatched = False  #: engine and trainer disagree on this batch: it made no update
         #: weights, optimizer and counters belong to `batches_done`, whose archive and metrics are written
         self.whole = True
         self.record: StepRecord | None = None
@@ -214,9 +215,11 @@ class GRPOModule(LightningModule):
         parameters = self.trainable()
         norm = 0.0
         with uninterrupted():  # weights and version move together or not at all
-            names = ("tokens", "trajectories", "loss")
-            tokens, trajectories, loss = all_reduce_sum(parameters, [part.sums[n] for n in names])
-            if tokens:
+            names = ("tokens", "trajectories", "loss", "mismatch_abs")
+            tokens, trajectories, loss, mismatch = all_reduce_sum(parameters, [part.sums[n] for n in names])
+            bar = self.rollout.max_mismatch
+            self.mismatched |= bar is not None and mismatch > bar * tokens
+            if tokens and not self.mismatched:
                 denominator = self.loss_options.denominator(tokens, trajectories)
                 for parameter in parameters:
                     if parameter.grad is not None:
@@ -274,6 +277,12 @@ class GRPOModule(LightningModule):
         assert self.record is not None
         self.log_at(self.batches_done, self.record.metrics)
         self.whole = True
+        if self.mismatched:
+            raise TrainingStopped(
+                f"engine and trainer differ by {self.record.metrics['engine/mismatch_abs']:.3g} nats a token, more "
+                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no update, and the last "
+                "checkpoint is intact: wrong adapter, chat template or temperature in the engine?"
+            )
         if self.bad_steps >= self.update_options.max_bad_steps:
             raise TrainingStopped(
                 f"{self.bad_steps} optimizer steps in a row had a non-finite loss or gradient and were skipped; the "

@@ -81,7 +81,7 @@ class Policy(nn.Module):
             raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
         self.path = path
         self.version = 0  #: optimizer updates behind the current weights
-        folder = _resolve(path)
+        self.folder = folder = _resolve(path)  #: where the base model's files are, or its hub name
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if gguf_file:
             options["gguf_file"] = gguf_file

@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 
 from draco import checkpoint
 from draco.diskplan import plan_disk
+from draco.engine import Engine
 from draco.env.base import Environment, Evaluator
 from draco.errors import ConfigError, DracoError
 from draco.evaluation.metrics import summarise
@@ -71,6 +72,7 @@ class Parts:
 
     environment: Environment
     evaluator: Evaluator | None
+    engine: Engine
     module: GRPOModule
     callbacks: list[Any]
 
@@ -89,8 +91,9 @@ def build(config: DictConfig) -> Parts:
     environment: Environment = instantiate(config.env.environment)
     evaluator: Evaluator | None = instantiate(config.env.get("evaluator"))
     # Called here and not by Hydra, which would turn the frozen limits into a configuration node, slow to read.
+    engine: Engine = instantiate(config.engine)
     rollout = instantiate(config.rollout, _partial_=True)(
-        environment=environment, engine=instantiate(config.engine), limits=instantiate(config.limits)
+        environment=environment, engine=engine, limits=instantiate(config.limits)
     )
     rubric = instantiate(config.rubric.stage)
     if "scripted" in str(config.judge.get("model", "")) and hasattr(rubric, "static_criteria"):
@@ -114,7 +117,7 @@ def build(config: DictConfig) -> Parts:
         temperature=config.temperature,
         evaluator=evaluator,
     )
-    return Parts(environment, evaluator, module, callbacks)
+    return Parts(environment, evaluator, engine, module, callbacks)
 
 
 def _check_scripted_criteria(titles: list[str]) -> None:
@@ -242,6 +245,7 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
     log.info("run folder: %s", run)
     files = [run / "evaluation_before.json", run / "evaluation_after.json"]
     try:
+        parts.engine.open(module.policy, run, temperature=config.temperature)
         for logger in loggers:
             if isinstance(logger, WandbMetrics):
                 logger.start(loggers[0].rows)
@@ -267,6 +271,7 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
                 logger.flush()
         write_json(run / "summary.json", summary)  # the last of all: a run that has it is finished
     finally:
+        parts.engine.close()
         finish(loggers)
     return summary
 

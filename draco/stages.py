@@ -28,6 +28,9 @@ __all__ = ["CreditStage", "RolloutStage", "RubricStage", "find_stage"]
 class RolloutStage(Callback, ABC):
     """Samples G trajectories for every task of a batch."""
 
+    #: mean |Δ log-prob| between engine and trainer, nats a token, that no batch may exceed; None = any
+    max_mismatch: float | None = None
+
     @abstractmethod
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         """Yield each group as soon as its last trajectory ends; every task of the batch exactly once."""

@@ -10,6 +10,7 @@ import torch
 
 from draco.agent import Limits, Rollout
 from draco.chat import ChatFormat
+from draco.engine import Engine
 from draco.env.base import CODE, ActionFormat, Environment, Episode, Evaluator, Outcome, Reply
 from draco.policy import Policy
 from draco.types import Message, Task
@@ -99,7 +100,7 @@ class EchoEvaluator(Evaluator):
         return Outcome(end_state.endswith("done"))
 
 
-class TypedEngine:
+class TypedEngine(Engine):
     """An engine that types: turn t of a rollout is the t-th text of its script, token by token.
 
     A text that does not reach a stop string is followed by the end token, unless it ends in `…` (cut off by a budget).

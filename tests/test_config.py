@@ -43,12 +43,18 @@ def test_every_setting_builds(rubric: str, credit: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("group", "option"),
-    [(g, o) for g in ("policy", "engine", "judge", "trainer", "logger", "env", "experiment") for o in options(g)],
+    [
+        (g, o)
+        for g in ("policy", "engine", "judge", "trainer", "logger", "env", "experiment", "placement")
+        for o in options(g)
+    ],
 )
 def test_every_option_composes_and_resolves(group: str, option: str, tmp_path: Path) -> None:
     config = configuration(f"{group}={option}", f"run={tmp_path}")
     missing = OmegaConf.missing_keys(config)
-    assert missing <= {"judge.model", "rubric.stage.judge.model", "policy.path"}
+    assert missing <= {
+        "judge.model", "rubric.stage.judge.model", "policy.path", "engine.servers", "engine.adapter_dir",
+    }  # fmt: skip
     filled = [f"{key}=x" for key in missing if "rubric" not in key]
     OmegaConf.to_container(configuration(f"{group}={option}", f"run={tmp_path}", *filled), resolve=True)
 

@@ -1,9 +1,11 @@
-"""The engine protocol."""
+"""The engine protocol: what drives rollouts, wherever the sampling happens."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draco.agent import Rollout
 
@@ -13,9 +15,36 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine(Protocol):
-    """Samples from the policy's current weights."""
+class Engine(ABC):
+    """Samples from the policy's current weights.
 
+    `run` is all that an engine must do. One that needs more than the process (servers) gets it in `open` and gives it
+    back in `close`; both may be called again after `close`.
+    """
+
+    #: mean |Δ log-prob| between engine and trainer, in nats a token, above which a batch makes no update and the run
+    #: stops; None never stops it
+    max_mismatch: float | None = None
+
+    def open(self, policy: Policy, run: Path, *, temperature: float) -> None:  # noqa: B027 - optional
+        """Prepare before the first rollout; what cannot work is found here.
+
+        Args:
+            policy: the policy that will be sampled.
+            run: run folder.
+            temperature: of training rollouts.
+
+        Raises:
+            ConfigError: the engine cannot be used as configured.
+        """
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release what `open` took. Safe to call twice."""
+
+    @abstractmethod
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
         """Drive every rollout to its end and yield each as soon as it has ended, in the order of ending."""
-        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """`engine/*` metrics since the last call."""
+        return {}

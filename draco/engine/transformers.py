@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draco.agent import Rollout
+from draco.engine.base import Engine
 from draco.engine.cache import select_rows, slab_cache
 from draco.errors import ConfigError
 from draco.types import Termination
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["TransformersEngine"]
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Decodes in the trainer's process and on its thread.
 
     Args:
@@ -34,12 +35,19 @@ class TransformersEngine:
         env_threads: worker threads that step environments; 0 steps them on the caller's thread.
         threads: torch's CPU threads while generating; None leaves them. One token a row is too little work for several
             threads when the model is small, and judging goes on meanwhile.
+        max_mismatch: see `Engine`.
     """
 
-    def __init__(self, max_batch: int = 256, env_threads: int = 0, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        max_batch: int = 256,
+        env_threads: int = 0,
+        threads: int | None = None,
+        max_mismatch: float | None = None,
+    ) -> None:
         if max_batch < 1:
             raise ConfigError(f"engine.max_batch is {max_batch}; expected an integer ≥ 1")
-        self.max_batch, self.threads = max_batch, threads
+        self.max_batch, self.threads, self.max_mismatch = max_batch, threads, max_mismatch
         self._pool = ThreadPoolExecutor(env_threads) if env_threads else None
 
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:

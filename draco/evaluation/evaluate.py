@@ -48,8 +48,12 @@ def evaluate_checkpoint(config: DictConfig, run: Path, which: str) -> dict[str, 
     )
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
     (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
-    with torch.no_grad():
-        records = evaluate_groups(rollout.generate(policy, batch), parts.evaluator)
+    try:
+        parts.engine.open(policy, run, temperature=config.eval.temperature)
+        with torch.no_grad():
+            records = evaluate_groups(rollout.generate(policy, batch), parts.evaluator)
+    finally:
+        parts.engine.close()
     name = "base" if folder is None else folder.name
     return {
         "run": str(run),

@@ -1,0 +1,168 @@
+"""Servers that belong to a run: command line, environment, ports, and that none outlives the trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draco.engine.vllm import Launch, VllmEngine, guard
+from draco.engine.vllm import launch as launching
+from draco.engine.vllm.launch import Launched
+from draco.errors import ConfigError
+from draco.policy import Policy
+
+GUARD = Path(guard.__file__)
+#: a command that leaves a child of its own behind, as a server with worker processes does
+FAMILY = (
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids: list[int], within: float = 60.0) -> bool:
+    until = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for(found: Callable[[], list[int]]) -> list[int]:
+    until = time.monotonic() + 60
+    while not (pids := found()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return pids
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("victim", ["trainer", "guard"])
+def test_kill_9_leaves_no_orphan(victim: str) -> None:
+    """The trainer dies: its guard ends the whole family. The guard dies: the kernel ends the server itself."""
+    start = (
+        "import os, subprocess, sys; g = subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), "
+        "sys.executable, '-c', sys.argv[2]], start_new_session=True); print(g.pid, flush=True); g.wait()"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", start, str(GUARD), FAMILY], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    guard_pid, grandchild = int(trainer.stdout.readline()), int(trainer.stdout.readline())
+    (server,) = wait_for(lambda: children(guard_pid))
+    try:
+        if victim == "trainer":
+            trainer.kill()
+            assert gone([guard_pid, server, grandchild])
+        else:
+            os.kill(guard_pid, signal.SIGKILL)
+            assert gone([server])
+    finally:
+        for pid in (grandchild, server, guard_pid):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+
+
+def test_the_guard_passes_the_exit_status_on() -> None:
+    command = [sys.executable, str(GUARD), str(os.getpid()), sys.executable, "-c", "raise SystemExit(7)"]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    """An "interpreter" that says what it was asked to run, and fails."""
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho "$@"\nenv\necho no module named vllm >&2\nexit 3\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_a_server_that_does_not_start_is_a_configuration_error_with_its_own_words(
+    policy: Policy, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")  # the engine makes one up; the variable is put back after the test
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-judge")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    engine = VllmEngine(launch=Launch(), python=str(fake_python), max_prompt_tokens=1000, max_response_tokens=200)
+    with pytest.raises(ConfigError, match=r"exit status 3\); the end of .*servers/0\.log:(.|\n)*no module named vllm"):
+        engine.open(policy, tmp_path / "run", temperature=1.0)
+    printed = (tmp_path / "run/servers/0.log").read_text()
+    arguments = printed.splitlines()[0]
+    key = os.environ["VLLM_API_KEY"]
+    assert len(key) > 20
+    assert key not in arguments
+    assert "sk-judge" not in printed
+    assert "WORLD_SIZE" not in printed
+    for words in (
+        f"--model {policy.folder}", "--host 127.0.0.1", "--max-model-len 1200", "--max-loras 2", "--max-lora-rank 16",
+        "--logprobs-mode processed_logprobs", "--generation-config vllm", "--enable-lora", "--enable-prefix-caching",
+    ):  # fmt: skip
+        assert words in arguments
+
+
+def test_missing_environment_names_the_script(policy: Policy, tmp_path: Path) -> None:
+    engine = VllmEngine(launch=Launch(), python=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"scripts/setup_vllm\.sh"):
+        engine.open(policy, tmp_path / "run", temperature=1.0)
+
+
+def test_ranks_share_ports_and_only_the_first_starts_servers(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(Launched, "_start", lambda self, index, command, environment: started.append(index))
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", launching._PORTS):
+        monkeypatch.delenv(name, raising=False)
+
+    def launched(launch: Launch) -> list[str]:
+        return Launched(
+            launch, sys.executable, policy, lengths=100, logs=tmp_path, key_variable="VLLM_API_KEY", threads=None
+        ).urls
+
+    urls = launched(Launch(count=2))
+    assert len(set(urls)) == 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launched(Launch(count=2)) == urls
+    assert started == [0, 1]
+    monkeypatch.delenv(launching._PORTS)
+    with pytest.raises(ConfigError, match=r"engine\.launch\.port must be set under torchrun"):
+        launched(Launch(count=2))
+    assert launched(Launch(count=2, port=8100)) == ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_loras": 1}, "max_loras is 1"),
+        ({"count": 0}, "integers ≥ 1"),
+        ({"memory_share": 1.5}, "memory_share is 1.5"),
+        ({"tensor_parallel": 2, "gpus": ["0,1", "2"]}, "'2' does not name tensor_parallel=2 GPUs"),
+    ],
+)
+def test_bad_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Launch(**options)  # type: ignore[arg-type]
+
+
+def test_one_server_a_set_of_gpus(policy: Policy) -> None:
+    launch = Launch(tensor_parallel=2, gpus=["0,1", "2,3"])
+    assert launch.servers == 2
+    assert [launch.environment(i, "k", None)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["0,1", "2,3"]
+    assert "--tensor-parallel-size 2" in " ".join(launch.command("python", policy, 100, 8000))
