@@ -26,7 +26,7 @@ from draco.errors import AdapterError, ConfigError
 from draco.lora import fuse_lora
 from draco.types import Message
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "resolve"]
 
 _TRAINED, _REFERENCE = "default", "reference"  #: PEFT's names of the adapters
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -78,7 +78,7 @@ class Policy(nn.Module):
             raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
         self.path = path
         self.version = 0  #: optimizer updates behind the current weights
-        folder = _resolve(path)
+        folder = resolve(path)
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if gguf_file:
             options["gguf_file"] = gguf_file
@@ -187,7 +187,7 @@ def _shape(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(tuple(tensor.shape))
 
 
-def _resolve(path: str) -> str:
+def resolve(path: str) -> str:
     """Turn ``pkg://PACKAGE`` into the folder of an installed package, without importing it."""
     if not path.startswith("pkg://"):
         return str(Path(path).expanduser()) if path.startswith(("~", ".", "/")) else path
