@@ -7,10 +7,9 @@ is a text of what the episode changed, so nothing on disk has to outlive the epi
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
-import logging
-import threading
 import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ from draco.types import Message, Task
 
 __all__ = ["AppWorldEnvironment", "AppWorldEpisode", "AppWorldEvaluator", "pack_state", "unpack_state"]
 
-log = logging.getLogger("draco")
 T = TypeVar("T")
 _REQUIRED = ("limits", "landlock", "seccomp")
 
@@ -94,36 +92,21 @@ class AppWorldEpisode(Episode):
             await self._environment.pool().close(self._slot)
 
     def step(self, actions: Sequence[str]) -> Reply:
-        return self._environment.wait(self.act(actions))
+        return _wait(self.act(actions))
 
     def end_state(self) -> str:
-        return self._environment.wait(self.finish())
+        return _wait(self.finish())
 
     def close(self) -> None:
-        self._environment.wait(self.release())
+        _wait(self.release())
 
 
-class _OnLoop:
-    """Waits for coroutines on the process's background loop and knows when that loop was replaced."""
-
-    def __init__(self) -> None:
-        self._loop: BackgroundLoop | None = None
-        self._lock = threading.Lock()
-
-    def wait(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end from a thread that is not the loop's."""
-        with self._lock:
-            loop = BackgroundLoop.shared()
-            if loop is not self._loop:
-                self._loop = loop
-                self._renew()
-        return loop.submit(coro).result()
-
-    def _renew(self) -> None:
-        raise NotImplementedError
+def _wait(coro: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the process's background loop, to its end. Not to be called on that loop."""
+    return BackgroundLoop.shared().submit(coro).result()
 
 
-class AppWorldEnvironment(_OnLoop, Environment):
+class AppWorldEnvironment(Environment):
     """The real engine in its own Python environment (scripts/setup_appworld.sh).
 
     Args:
@@ -167,7 +150,6 @@ class AppWorldEnvironment(_OnLoop, Environment):
         guard: bool = True,
         server: str = str(SERVER),
     ) -> None:
-        super().__init__()
         if isolation not in ("strict", "auto"):
             raise ConfigError(f"env.isolation is {isolation!r}; expected strict or auto")
         if execute_s <= soft_s:
@@ -186,6 +168,7 @@ class AppWorldEnvironment(_OnLoop, Environment):
             "places": places, "servers": servers, "open_s": open_s, "execute_s": execute_s, "queue_s": queue_s,
         }  # fmt: skip
         self._pool: Pool | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -202,22 +185,20 @@ class AppWorldEnvironment(_OnLoop, Environment):
         return opening(task, thinking=self.thinking)
 
     def pool(self) -> Pool:
-        """The pool of the current background loop."""
-        if self._pool is None:
-            self._pool = Pool(self._options, **self._pool_options)  # type: ignore[arg-type]
+        """The pool of the running event loop. What belonged to an earlier, closed loop ended with it."""
+        loop = asyncio.get_running_loop()
+        if self._pool is None or self._loop is not loop:
+            self._pool, self._loop = Pool(self._options, **self._pool_options), loop  # type: ignore[arg-type]
         return self._pool
 
-    def _renew(self) -> None:
-        self._pool = None  # what belonged to a closed loop ended with it
-
     def shutdown(self) -> None:
-        """End the servers. Not needed at the end of a process; they end with it."""
-        if self._pool is not None and self._loop is not None and not self._loop.closed:
-            self._loop.submit(self._pool.stop()).result()
-            self._pool = None
+        """End the servers, from outside their loop. Not needed at the end of a process; they end with it."""
+        if self._pool is not None and self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._pool.stop(), self._loop).result()
+        self._pool = None
 
 
-class AppWorldEvaluator(_OnLoop, Evaluator):
+class AppWorldEvaluator(Evaluator):
     """AppWorld's own evaluator, in a process of its own over the full data root.
 
     Args:
@@ -236,20 +217,21 @@ class AppWorldEvaluator(_OnLoop, Evaluator):
         isolation: str = "strict",
         server: str = str(SERVER),
     ) -> None:
-        super().__init__()
         self.roots, self.deadline_s = Roots.at(data), deadline_s
         self._options = ServerOptions(
             python=python, data=str(self.roots.full), role="evaluate", start_s=start_s,
             require=_REQUIRED if isolation == "strict" else (), server=server,
         )  # fmt: skip
         self._server: ForkServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Lock | None = None
         self._count = 0
 
     def evaluate(self, task: Task, end_state: str) -> Outcome:
         state = unpack_state(end_state)
         if state.get("task") != task.id:
             raise ValueError(f"the end state is of task {state.get('task')!r}, not of {task.id!r}")
-        answer = self.wait(self._evaluate(task.id, state["dbs"]))
+        answer = _wait(self._evaluate(task.id, state["dbs"]))
         return Outcome(
             success=bool(answer["success"]),
             detail={"tests": answer["num_tests"], "passes": answer["passes"], "failures": answer["failures"],
@@ -257,22 +239,26 @@ class AppWorldEvaluator(_OnLoop, Evaluator):
         )  # fmt: skip
 
     async def _evaluate(self, task_id: str, dbs: dict[str, Any]) -> dict[str, Any]:
-        if self._server is None or not self._server.alive:
-            if self._server is not None:
-                await self._server.stop()
-            server = ForkServer(self._options)
-            await server.start()
-            self._server = server
+        server = await self._ready()
         self._count += 1
-        return await self._server.request(
+        return await server.request(
             "evaluate", task=task_id, experiment=f"v{self._count}", dbs=dbs, deadline_s=self.deadline_s
         )
 
-    def _renew(self) -> None:
-        self._server = None
+    async def _ready(self) -> ForkServer:
+        loop = asyncio.get_running_loop()
+        if self._starting is None or self._loop is not loop:
+            self._loop, self._starting, self._server = loop, asyncio.Lock(), None
+        async with self._starting:
+            if self._server is None or not self._server.alive:
+                if self._server is not None:
+                    await self._server.stop()
+                self._server = ForkServer(self._options)
+                await self._server.start()
+            return self._server
 
     def shutdown(self) -> None:
-        """End the server. Not needed at the end of a process; it ends with it."""
-        if self._server is not None and self._loop is not None and not self._loop.closed:
-            self._loop.submit(self._server.stop()).result()
-            self._server = None
+        """End the server, from outside its loop. Not needed at the end of a process; it ends with it."""
+        if self._server is not None and self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
+        self._server = None

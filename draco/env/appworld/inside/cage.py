@@ -122,9 +122,7 @@ def _landlock(read: Sequence[str], write: Sequence[str]) -> bool:
     scoped = 3 if version >= 6 else 0  # abstract sockets and signals of others
     attributes = struct.pack("QQQ", files, network, scoped)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    rules = _libc.syscall(
-        _LANDLOCK_CREATE, ctypes.create_string_buffer(attributes, 24), ctypes.c_size_t(size), 0
-    )
+    rules = _libc.syscall(_LANDLOCK_CREATE, ctypes.create_string_buffer(attributes, 24), ctypes.c_size_t(size), 0)
     if rules < 0:
         return False
     try:

@@ -13,19 +13,114 @@ __all__ = ["MODULES", "refusal"]
 
 #: what an agent may import
 MODULES = frozenset(
-    """array bisect calendar collections contextlib copy dataclasses datetime decimal difflib enum fractions functools heapq
-    itertools json math numbers operator pendulum pprint random re statistics string textwrap time typing unicodedata
-    uuid""".split()
+    [
+        "array",
+        "bisect",
+        "calendar",
+        "collections",
+        "contextlib",
+        "copy",
+        "dataclasses",
+        "datetime",
+        "decimal",
+        "difflib",
+        "enum",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "numbers",
+        "operator",
+        "pendulum",
+        "pprint",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "textwrap",
+        "time",
+        "typing",
+        "unicodedata",
+        "uuid",
+    ]
 )
 _NAMES = frozenset(
-    """ApiCollection Requester requester open exec eval compile globals locals vars breakpoint input exit quit get_ipython
-    builtins memoryview help copyright credits license In Out""".split()
+    [
+        "ApiCollection",
+        "Requester",
+        "requester",
+        "open",
+        "exec",
+        "eval",
+        "compile",
+        "globals",
+        "locals",
+        "vars",
+        "breakpoint",
+        "input",
+        "exit",
+        "quit",
+        "get_ipython",
+        "builtins",
+        "memoryview",
+        "help",
+        "copyright",
+        "credits",
+        "license",
+        "In",
+        "Out",
+    ]
 )
 _ATTRIBUTES = frozenset(
-    """os sys posix subprocess socket pathlib importlib builtins codecs io ctypes shutil gc inspect signal threading
-    modules linecache tokenize warnings weakref types ast dis attrgetter methodcaller mro tb_frame tb_next f_back
-    f_globals f_locals f_builtins f_code gi_frame gi_code cr_frame cr_code ag_frame ag_code func_globals
-    get_ipython run_cell run_line_magic run_cell_magic""".split()
+    [
+        "os",
+        "sys",
+        "posix",
+        "subprocess",
+        "socket",
+        "pathlib",
+        "importlib",
+        "builtins",
+        "codecs",
+        "io",
+        "ctypes",
+        "shutil",
+        "gc",
+        "inspect",
+        "signal",
+        "threading",
+        "modules",
+        "linecache",
+        "tokenize",
+        "warnings",
+        "weakref",
+        "types",
+        "ast",
+        "dis",
+        "attrgetter",
+        "methodcaller",
+        "mro",
+        "tb_frame",
+        "tb_next",
+        "f_back",
+        "f_globals",
+        "f_locals",
+        "f_builtins",
+        "f_code",
+        "gi_frame",
+        "gi_code",
+        "cr_frame",
+        "cr_code",
+        "ag_frame",
+        "ag_code",
+        "func_globals",
+        "get_ipython",
+        "run_cell",
+        "run_line_magic",
+        "run_cell_magic",
+    ]
 )
 _BY_NAME = frozenset(("getattr", "setattr", "delattr"))
 #: underscore attributes that agents write and that lead nowhere

@@ -5,6 +5,7 @@ is derived from AppWorld: it is generated where it is needed and never committed
 nine tasks: the set tests the machinery and says nothing about generalisation.
 """
 
+# ruff: noqa: E501 - the gold solutions are programs, quoted whole
 from __future__ import annotations
 
 import json

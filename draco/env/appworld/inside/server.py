@@ -10,6 +10,8 @@ Roles: `rollout` serves open, execute, state and close; `evaluate` serves evalua
 unknown_episode, engine, died, deadline, isolation.
 """
 
+from __future__ import annotations
+
 import gc
 import json
 import os
@@ -21,9 +23,10 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
+from typing import Any
 
 
 class Real:
@@ -43,7 +46,7 @@ _MAX_LINE = 64 << 20
 class Failed(Exception):
     """An error with a kind of the protocol."""
 
-    def __init__(self, kind, message):
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -51,13 +54,13 @@ class Failed(Exception):
 class Channel:
     """JSON lines over a socket."""
 
-    def __init__(self, sock):
+    def __init__(self, sock: socket.socket) -> None:
         self.sock, self._buffer = sock, bytearray()
 
-    def send(self, message):
+    def send(self, message: dict[str, Any]) -> None:
         self.sock.sendall(Real.dumps(message).encode() + b"\n")
 
-    def receive(self):
+    def receive(self) -> list[dict[str, Any]] | None:
         """Messages that have come in whole; None at the end of the stream."""
         try:
             data = self.sock.recv(1 << 16)
@@ -76,25 +79,27 @@ class Channel:
 class Child:
     """A forked process as its parent sees it."""
 
-    def __init__(self, pid, sock, name, task):
+    def __init__(self, pid: int, sock: socket.socket, name: str, task: str) -> None:
         self.pid, self.channel, self.name, self.task = pid, Channel(sock), name, task
-        self.request = None  # id of the request in progress
-        self.op, self.deadline = "", None
+        self.request: int | None = None  # id of the request in progress
+        self.op = ""
+        self.deadline: float | None = None
         self.ended = ""  # why it no longer runs
+        self.keep = False  # leave its output folder
 
 
 class Server:
     """The parent."""
 
-    def __init__(self, sock, options):
+    def __init__(self, sock: socket.socket, options: dict[str, Any]) -> None:
         self.options = options
         self.client = Channel(sock)
         self.outputs = Path(options["outputs"])
-        self.children = {}
+        self.children: dict[str, Child] = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(sock, selectors.EVENT_READ, None)
 
-    def run(self):
+    def run(self) -> None:
         """Serve until the client hangs up; then no child is left."""
         try:
             while True:
@@ -115,7 +120,7 @@ class Server:
             for child in list(self.children.values()):
                 self._kill(child)
 
-    def _request(self, message):
+    def _request(self, message: dict[str, Any]) -> None:
         number, op = message.get("id"), message.get("op")
         try:
             handler = getattr(self, f"_op_{op}", None)
@@ -131,10 +136,10 @@ class Server:
 
     # --- operations; None means that the child answers later ---
 
-    def _op_ping(self, message):
+    def _op_ping(self, message: dict[str, Any]) -> dict[str, Any]:
         return {"children": len(self.children), "pids": {n: c.pid for n, c in self.children.items()}}
 
-    def _op_open(self, message):
+    def _op_open(self, message: dict[str, Any]) -> None:
         task, name = self._task(message["task"]), self._name(message["experiment"])
         if name in self.children:
             raise Failed("bad_request", f"experiment {name!r} is in use")
@@ -142,7 +147,7 @@ class Server:
         child = self._fork(name, task, episode)
         self._expect(child, message, "open")
 
-    def _op_execute(self, message):
+    def _op_execute(self, message: dict[str, Any]) -> None:
         child = self._child(message["experiment"])
         if child.ended:
             raise Failed("died", f"the episode's process is gone: {child.ended}")
@@ -152,7 +157,7 @@ class Server:
         with suppress(OSError):  # a child that died meanwhile is heard as the end of its stream
             child.channel.send({"op": "execute", "code": message["code"]})
 
-    def _op_state(self, message):
+    def _op_state(self, message: dict[str, Any]) -> dict[str, Any]:
         child = self._child(message["experiment"])
         if child.request is not None:
             raise Failed("bad_request", "the episode is busy with another request")
@@ -162,14 +167,14 @@ class Server:
             raise Failed("engine", "the episode left no state")
         return {"task": child.task, "dbs": difference(found, Path(self.options["root"]), child.task)}
 
-    def _op_close(self, message):
+    def _op_close(self, message: dict[str, Any]) -> dict[str, Any]:
         child = self._child(message["experiment"])
         self._kill(child)
         self.children.pop(child.name, None)
         shutil.rmtree(self.outputs / child.name, ignore_errors=True)
         return {"closed": child.name}
 
-    def _op_evaluate(self, message):
+    def _op_evaluate(self, message: dict[str, Any]) -> None:
         task, name = self._task(message["task"]), self._name(message["experiment"])
         shutil.rmtree(self.outputs / name / "tasks" / task, ignore_errors=True)
         dbs = self.outputs / name / "tasks" / task / "dbs"
@@ -181,24 +186,24 @@ class Server:
 
     # --- children ---
 
-    def _task(self, task):
+    def _task(self, task: Any) -> str:
         if not isinstance(task, str) or task.count("_") != 1 or not task.replace("_", "").isalnum():
             raise Failed("unknown_task", f"{task!r} is no task id: expected SCENARIO_NUMBER")
         if not (Path(self.options["root"]) / "data" / "tasks" / task / "specs.json").is_file():
             raise Failed("unknown_task", f"task {task!r} is not in the data")
         return task
 
-    def _name(self, name):
+    def _name(self, name: Any) -> str:
         if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum() or "memory" in name:
             raise Failed("bad_request", f"{name!r} is no experiment name")
         return name
 
-    def _child(self, name):
+    def _child(self, name: str) -> Child:
         if name not in self.children:
             raise Failed("unknown_episode", f"no episode {name!r}: open it first; closed ones are gone")
         return self.children[name]
 
-    def _fork(self, name, task, body, experiment=None):
+    def _fork(self, name: str, task: str, body: Callable[..., None], experiment: str | None = None) -> Child:
         ours, theirs = socket.socketpair()
         folder = self.outputs / (experiment or name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +212,7 @@ class Server:
             code = 70
             try:
                 ours.close()
-                self._become_child(theirs)
+                self._become_child()
                 body(Channel(theirs), self.options, task, experiment or name, folder)
                 code = 0
             except BaseException:  # nothing may escape into the parent's loop
@@ -220,7 +225,7 @@ class Server:
         self.selector.register(ours, selectors.EVENT_READ, child)
         return child
 
-    def _become_child(self, keep):
+    def _become_child(self) -> None:
         cage.die_with_parent()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -228,25 +233,25 @@ class Server:
         self.client.sock.close()
         for other in self.children.values():
             other.channel.sock.close()
+        self.children.clear()
         void = os.open(os.devnull, os.O_RDWR)
         for fd in range(2 if self.options.get("debug") else 3):
             os.dup2(void, fd)
 
-    def _expect(self, child, message, op):
+    def _expect(self, child: Child, message: dict[str, Any], op: str) -> None:
         child.request, child.op = message["id"], op
         child.deadline = Real.monotonic() + float(message["deadline_s"])
 
-    def _hear(self, child):
+    def _hear(self, child: Child) -> None:
         messages = child.channel.receive()
         if messages is None:
-            return self._gone(child)
-        for message in messages:
+            self._gone(child)
+        for message in messages or ():
             number, child.request, child.deadline = child.request, None, None
             if number is not None:
                 self.client.send({"id": number, **message})
-        return None
 
-    def _gone(self, child):
+    def _gone(self, child: Child) -> None:
         _, status = os.waitpid(child.pid, 0)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         how = f"signal {signal.Signals(number).name}" if number else f"exit status {os.WEXITSTATUS(status)}"
@@ -258,7 +263,7 @@ class Server:
             child.request = None
         self._tidy(child)
 
-    def _expire(self):
+    def _expire(self) -> None:
         now = Real.monotonic()
         for child in [c for c in self.children.values() if c.deadline is not None and c.deadline <= now]:
             number, child.request = child.request, None
@@ -267,19 +272,19 @@ class Server:
             self.client.send({"id": number, "error": error})
             self._tidy(child)
 
-    def _kill(self, child, why="closed"):
+    def _kill(self, child: Child, why: str = "closed") -> None:
         if not child.ended:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
             self._forget(child, why)
 
-    def _forget(self, child, why):
+    def _forget(self, child: Child, why: str) -> None:
         self.selector.unregister(child.channel.sock)
         child.channel.sock.close()
         child.ended, child.deadline = why, None
 
-    def _tidy(self, child):
+    def _tidy(self, child: Child) -> None:
         if child.op == "evaluate":
             self.children.pop(child.name, None)
             if not child.keep:
@@ -292,14 +297,14 @@ _OPS = {"rollout": ("ping", "open", "execute", "state", "close"), "evaluate": ("
 # --- state between processes: what an episode changed ---
 
 
-def _apps(root):
+def _apps(root: Path) -> list[str]:
     return sorted(p.stem for p in (root / "data" / "base_dbs").glob("*.db"))
 
 
-def difference(dbs, root, task):
+def difference(dbs: Path, root: Path, task: str) -> dict[str, Any]:
     """What the files of an episode hold beyond those of the task: {app: [lines in common, text after them]}, and the
     hashes. The engine appends to a task's own changes, so the common part is all of them."""
-    changes = {}
+    changes: dict[str, Any] = {}
     for app in _apps(root):
         after = (dbs / f"{app}.jsonl").read_text()
         start = root / "data" / "tasks" / task / "dbs" / f"{app}.jsonl"
@@ -313,7 +318,7 @@ def difference(dbs, root, task):
     return {"changes": changes, "hashes": (dbs / "model_hashes.json").read_text()}
 
 
-def restore(state, dbs, root, task):
+def restore(state: dict[str, Any], dbs: Path, root: Path, task: str) -> None:
     """The inverse of `difference`: write the files of an episode into the folder `dbs`."""
     apps = _apps(root)
     if set(state["changes"]) - set(apps):
@@ -333,7 +338,7 @@ def restore(state, dbs, root, task):
 # --- what runs in a child ---
 
 
-def _confine(options, folder):
+def _confine(options: dict[str, Any], folder: Path) -> None:
     limits = options["limits"]
     read = [options["data"], sys.prefix, sys.base_prefix, options["home"],
             str(Path(__file__).parent), "/usr/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/localtime",
@@ -344,16 +349,18 @@ def _confine(options, folder):
         raise Failed("isolation", f"this machine cannot apply {', '.join(missing)}; applied: {', '.join(applied)}")
 
 
-def episode(channel, options, task, experiment, folder):
+def episode(channel: Channel, options: dict[str, Any], task: str, experiment: str, folder: Path) -> None:
     """One episode: open the world, then run code until the parent hangs up or kills."""
     started = Real.monotonic()
     try:
         _confine(options, folder)
         world = World(options, task, experiment)
     except Failed as error:
-        return channel.send({"error": {"kind": error.kind, "message": str(error)}})
+        channel.send({"error": {"kind": error.kind, "message": str(error)}})
+        return
     except BaseException as error:
-        return channel.send({"error": {"kind": "engine", "message": _brief(error)}})
+        channel.send({"error": {"kind": "engine", "message": _brief(error)}})
+        return
     channel.send({"ok": {"init_s": Real.monotonic() - started}})
     while (messages := channel.receive()) is not None:
         for message in messages:
@@ -362,10 +369,9 @@ def episode(channel, options, task, experiment, folder):
             except BaseException as error:
                 answer = {"error": {"kind": "engine", "message": _brief(error)}}
             channel.send(answer)
-    return None
 
 
-def evaluation(channel, options, task, experiment, folder):
+def evaluation(channel: Channel, options: dict[str, Any], task: str, experiment: str, folder: Path) -> None:
     """Score one end state by AppWorld's own evaluator."""
     try:
         _confine(options, folder)
@@ -380,7 +386,7 @@ def evaluation(channel, options, task, experiment, folder):
     channel.send(answer)
 
 
-def _brief(error):
+def _brief(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
     return f"{type(error).__name__}: {str(error)[:500]}{where}"
@@ -394,7 +400,7 @@ class World:
                  "calendar", "itertools", "functools", "collections", "math", "operator", "time", "string", "uuid",
                  "pendulum", "sqlite3", "shutil")  # fmt: skip
 
-    def __init__(self, options, task, experiment):
+    def __init__(self, options: dict[str, Any], task: str, experiment: str) -> None:
         from appworld.environment import AppWorld
 
         guarded = options["guard"]
@@ -411,7 +417,7 @@ class World:
         self._modules = [sys.modules[n] for n in self.PROTECTED if n in sys.modules]
         self._folder = Path(self.world.output_db_home_path_on_disk)
 
-    def execute(self, code):
+    def execute(self, code: str) -> dict[str, Any]:
         """Run one block; its printed output and how the task stands."""
         started, mistake = Real.monotonic(), ""
         if self._guarded and (reason := guard.refusal(code)):
@@ -431,35 +437,35 @@ class World:
             mistake = mistake or "long_output"
         return {"output": output, "mistake": mistake, "engine_s": engine_s, **self._status()}
 
-    def _status(self):
+    def _status(self) -> dict[str, bool]:
         status = self.world.models.supervisor.Task.all()[0].status
         return {"completed": status is not None, "failed": status == "fail"}
 
-    def _run_cell(self, code):
+    def _run_cell(self, code: str) -> Any:
         before = [dict(vars(module)) for module in self._modules]
         try:
             return self._run(code)
         finally:
-            for module, names in zip(self._modules, before):
+            for module, names in zip(self._modules, before, strict=True):
                 now = vars(module)
                 if now.keys() != names.keys() or any(now[k] is not v for k, v in names.items()):
                     now.clear()
                     now.update(names)
 
-    def _save_whole(self, directory):
+    def _save_whole(self, directory: str) -> None:
         """Save beside the last state and swap, so that a kill in the middle leaves one of the two whole."""
         if Path(directory) != self._folder:
-            return self._save(directory)
+            self._save(directory)
+            return
         new, old = self._folder.with_suffix(".new"), self._folder.with_suffix(".old")
         self._save(str(new))
         shutil.rmtree(old, ignore_errors=True)
         if self._folder.is_dir():
             Real.rename(self._folder, old)
         Real.rename(new, self._folder)
-        return None
 
 
-def warm(options):
+def warm(options: dict[str, Any]) -> list[str]:
     """Import everything that an episode uses and open one world, so that a child finds it done; no thread is left."""
     import threading
 
@@ -489,7 +495,7 @@ def warm(options):
     return tasks
 
 
-def main():
+def main() -> int:
     options = Real.loads(sys.argv[2])
     sock = socket.socket(fileno=int(sys.argv[1]))
     channel = Channel(sock)
