@@ -1,5 +1,5 @@
-"""Evaluate a run's policy, or any model behind an API, on splits: TGC and SGC as pass^1..n and pass@1..n, by difficulty,
-turns, tokens, cost, terminations; mean ± std over checkpoints.
+"""Evaluate a run's policy, or any model behind an API, on splits: TGC and SGC as pass^1..n and pass@1..n, by
+difficulty, turns, tokens, cost, terminations; mean ± std over checkpoints.
 
     python scripts/evaluate.py run=runs/NAME split=test_normal n=3
     python scripts/evaluate.py run=runs/NAME env=appworld split=test_normal,test_challenge n=3 checkpoints=last3
@@ -11,8 +11,8 @@ Options (key=value):
     split        split of the environment (several: a,b); default: the one the run was evaluated on
     n            independent runs a task (default 1)
     tasks        the first so many tasks; default all
-    checkpoints  last (default), base (adapter off: the untrained policy), step numbers (a,b), or lastN: the last N epoch
-                 ends (last3 is the paper's); checkpoint= is the same
+    checkpoints  last (default), base (adapter off: the untrained policy), step numbers (a,b), or lastN: the last N
+                 epoch ends (last3 is the paper's); checkpoint= is the same
     temperature  sampling temperature (default: the run's eval.temperature; null sends none to an API)
     seed         of sampling (default: the run's)
     prices       USD per million tokens of the policy: READ,WRITTEN or READ,READ_AGAIN,WRITTEN; gives the cost of a pass
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from draco.evaluation.evaluate import Prices
 
 OPTIONS = {
-    "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy", "model",
-    "api_base", "concurrency", "out",
+    "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
+    "model", "api_base", "concurrency", "out",
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def prices_of(text: Any) -> Prices | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Evaluate, print tables, write `SPLIT-CHECKPOINT-nN.json` for each, a summary for several checkpoints, leaderboard.json."""
+    """Evaluate, print tables, write `SPLIT-CHECKPOINT-nN.json`, one file over checkpoints, and leaderboard.json."""
     given = options(arguments)
     from draco.evaluation.metrics import leaderboard, over_checkpoints  # torch loads here
     from draco.summary import write_json

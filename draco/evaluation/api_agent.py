@@ -126,8 +126,8 @@ class ApiAgent:
             await _on(episode, "release", episode.close)
         self.usage[task.id, sample] = Usage(talk.prompt, talk.cached, talk.output, talk.cost)
         return Trajectory(
-            task, sample, tuple(talk.messages), (), (), (), tuple(talk.steps), termination, talk.first_prompt, 0, sample,
-            end_state=end_state, error=error,
+            task, sample, tuple(talk.messages), (), (), (), tuple(talk.steps), termination, talk.first_prompt, 0,
+            sample, end_state=end_state, error=error,
         )  # fmt: skip
 
     async def _turns(self, episode: Episode, talk: _Talk) -> Termination:

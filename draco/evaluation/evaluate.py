@@ -101,7 +101,7 @@ def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: in
     ends = [step for step in kept if step and step % epoch == 0]
     if len(ends) < count:
         raise ConfigError(
-            f"checkpoints=last{count}: the run has {len(ends)} epoch-end checkpoint(s) (an epoch is {epoch} steps; kept "
-            f"steps: {', '.join(map(str, kept)) or 'none'}); train on, or name steps"
+            f"checkpoints=last{count}: the run has {len(ends)} epoch-end checkpoint(s) (an epoch is {epoch} steps; "
+            f"kept steps: {', '.join(map(str, kept)) or 'none'}); train on, or name steps"
         )
     return ends[-count:]

@@ -12,8 +12,9 @@ from draco.evaluation.records import EvalRecord
 __all__ = ["leaderboard", "over_checkpoints", "pass_at_k", "pass_hat_k", "summarise"]
 
 _AVERAGED = (
-    "tgc", "sgc", "tgc_pass_hat", "tgc_pass_at", "sgc_pass_hat", "sgc_pass_at", "tgc_by_difficulty", "sgc_by_difficulty",
-    "interactions_by_difficulty", "turns", "interactions", "step_tokens", "input_tokens", "cached_tokens", "cost_usd", "terminations",
+    "tgc", "sgc", "tgc_pass_hat", "tgc_pass_at", "sgc_pass_hat", "sgc_pass_at", "tgc_by_difficulty",
+    "sgc_by_difficulty", "interactions_by_difficulty", "turns", "interactions", "step_tokens", "input_tokens",
+    "cached_tokens", "cost_usd", "terminations",
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def _cost(records: Sequence[EvalRecord], n: int) -> float | None:
 
 
 def over_checkpoints(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean and sample standard deviation over checkpoints of every figure of `summarise`; std is None for one checkpoint.
+    """Mean and sample standard deviation over checkpoints of every figure of `summarise`; std is None for one.
 
     A figure that any checkpoint lacks (None) has no mean.
 
@@ -150,7 +151,7 @@ def _spread(values: Sequence[Any]) -> Any:
 
 
 def leaderboard(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Results in the shape of AppWorld's leaderboard: {split: {all | level 1 | …: goal completions in %, interactions}}.
+    """Results in the shape of AppWorld's leaderboard: {split: {all | level 1 | …: completions in %, interactions}}.
 
     Args:
         results: split → what `summarise` or `over_checkpoints` gave.

@@ -1,8 +1,8 @@
 """AppWorld as an environment of draco: episodes in processes of their own, and an evaluator that is another process.
 
-What a rollout holds is a client of the fork server over the data root *without* ground truth. The end state that it leaves
-is a text of what the episode changed, so nothing on disk has to outlive the episode, and it can be scored at any time by
-`AppWorldEvaluator`, whose server alone sees the full root.
+What a rollout holds is a client of the fork server over the data root *without* ground truth. The end state that it
+leaves is a text of what the episode changed, so nothing on disk has to outlive the episode, and it can be scored at any
+time by `AppWorldEvaluator`, whose server alone sees the full root.
 """
 
 from __future__ import annotations

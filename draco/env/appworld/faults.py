@@ -10,7 +10,7 @@ AppWorldFault (an EnvironmentFault: the episode ends as `environment_error`, qua
 ├── PoolBusy         no place became free in time
 └── ProtocolBroken   an answer that the protocol does not know
 
-What the agent does wrong (unsafe code, an endless loop, a crash of its own process, exceptions) is an observation, no fault.
+What the agent does wrong (unsafe code, an endless loop, a crash of its own process, exceptions) is an observation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agent's words: one system prompt in two forms (with and without thinking), the user message, the cut of observations."""
+"""The agent's words: one system prompt, with and without thinking, the user message, the cut of observations."""
 
 from __future__ import annotations
 

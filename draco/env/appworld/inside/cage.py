@@ -1,9 +1,9 @@
-"""What the kernel lets an episode's process do: as good as nothing but compute, read the blind data and write its output.
+"""What the kernel lets an episode's process do: compute, read the blind data and write its output, no more.
 
 Standard library alone; Linux on x86_64 or aarch64. Four layers, applied once after the fork and inherited by threads:
 resource limits, no capabilities, Landlock (which files exist at all), seccomp (no new process, no program, no network,
-no signal to anybody else). None needs privileges. `confine` says which layers it could apply; where the kernel lacks one,
-the caller decides whether that is acceptable.
+no signal to anybody else). None needs privileges. `confine` says which layers it could apply; where the kernel lacks
+one, the caller decides whether that is acceptable.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _CALLS = {
 _CLONE_THREAD = 0x00010000
 _NO_NEW_PRIVS, _SET_SECCOMP, _PDEATHSIG, _CAPBSET_DROP = 38, 22, 1, 24
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-# Landlock's file rights, by bit: execute 0, write 1, read 2, read a folder 3, remove folder 4, remove file 5, make … 6–12,
-# refer 13 (version 2), truncate 14 (3), device ioctl 15 (5).
+# Landlock's file rights, by bit: execute 0, write 1, read 2, read a folder 3, remove folder 4, remove file 5, make …
+# 6–12, refer 13 (version 2), truncate 14 (3), device ioctl 15 (5).
 _READ = 1 << 2 | 1 << 3
 _FILE_RIGHTS = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14  #: the rights that make sense on a file that is no folder
 _WRITE = _READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 14

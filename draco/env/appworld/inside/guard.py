@@ -1,8 +1,8 @@
 """What an agent's code may not say: refused from its syntax tree before a line of it runs. Standard library alone.
 
 This is the first wall, and the one that answers in words the agent can use; `cage` is the second and does not depend on
-it. Refused: imports outside a list, names that lead to files, code or the interpreter, dunder attributes, attributes that
-hand out modules or frames, and attribute access by computed name.
+it. Refused: imports outside a list, names that lead to files, code or the interpreter, dunder attributes, attributes
+that hand out modules or frames, and attribute access by computed name.
 """
 
 from __future__ import annotations

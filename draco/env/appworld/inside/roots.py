@@ -4,8 +4,8 @@
 
 TARGET/full     everything, readable by this user alone: for the evaluator
 TARGET/rollout  the same without any `ground_truth`: all that a rollout can ever reach
-Files are hard links where the file system allows it, else copies. `rollout/data/draco_tasks.json` keeps what tables need
-to know of a task (its difficulty), which is no answer.
+Files are hard links where the file system allows it, else copies. `rollout/data/draco_tasks.json` keeps what tables
+need to know of a task (its difficulty), which is no answer.
 """
 
 from __future__ import annotations

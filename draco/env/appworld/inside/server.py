@@ -2,12 +2,13 @@
 
     PYTHON -I server.py FD '{"role": "rollout", "root": ..., "outputs": ..., …}'
 
-Runs inside AppWorld's own environment and imports nothing of draco. FD is one end of a stream socket; both sides speak JSON
-lines. A request is {"id", "op", …}; its answer {"id", "ok": {…}} or {"id", "error": {"kind", "message"}}. The parent never
-runs an agent's code: it forks, relays, kills a child that passes its deadline, and reads what a child left on disk.
+Runs inside AppWorld's own environment and imports nothing of draco. FD is one end of a stream socket; both sides speak
+JSON lines. A request is {"id", "op", …}; its answer {"id", "ok": {…}} or {"id", "error": {"kind", "message"}}. The
+parent never runs an agent's code: it forks, relays, kills a child that passes its deadline, and reads what a child left
+on disk.
 
-Roles: `rollout` serves open, execute, state and close; `evaluate` serves evaluate. Error kinds: bad_request, unknown_task,
-unknown_episode, engine, died, deadline, isolation.
+Roles: `rollout` serves open, execute, state and close; `evaluate` serves evaluate. Error kinds: bad_request,
+unknown_task, unknown_episode, engine, died, deadline, isolation.
 """
 
 from __future__ import annotations
@@ -396,7 +397,8 @@ class World:
     """AppWorld's world, its inputs guarded and its module state put back after every block."""
 
     #: an agent's code may change these for the rest of its block, no longer: the engine lives on them
-    PROTECTED = ("builtins", "json", "json.encoder", "json.decoder", "os", "os.path", "re", "copy", "random", "datetime",
+    PROTECTED = ("builtins", "json", "json.encoder", "json.decoder", "os", "os.path", "re", "copy", "random",
+                 "datetime",
                  "calendar", "itertools", "functools", "collections", "math", "operator", "time", "string", "uuid",
                  "pendulum", "sqlite3", "shutil")  # fmt: skip
 
