@@ -73,6 +73,12 @@ class Parts:
     module: GRPOModule
     callbacks: list[Any]
 
+    def close(self) -> None:
+        """End the servers that an environment may have started."""
+        self.environment.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
+
 
 def build(config: DictConfig) -> Parts:
     """Instantiate environment, stages and module; no weights are loaded yet.
@@ -230,6 +236,7 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
         write_json(run / "summary.json", summary)  # the last of all: a run that has it is finished
     finally:
         finish(loggers)
+        parts.close()
     return summary
 
 

@@ -171,17 +171,21 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     )
 
     def evaluated() -> Any:
-        for split in splits:
-            tasks = environment.tasks(split)[: given.get("tasks")]
-            groups = agent.play(environment, tasks, n)
-            records = evaluate_groups(groups, evaluator, agent.usage_of)
-            yield {
-                "agent": agent.model,
-                "checkpoint": "api",
-                "split": split,
-                **summarise(records),
-                "records": [r.as_dict() for r in records],
-            }
+        try:
+            for split in splits:
+                groups = agent.play(environment, environment.tasks(split)[: given.get("tasks")], n)
+                records = evaluate_groups(groups, evaluator, agent.usage_of)
+                yield {
+                    "agent": agent.model,
+                    "checkpoint": "api",
+                    "split": split,
+                    **summarise(records),
+                    "records": [r.as_dict() for r in records],
+                }
+        finally:
+            environment.close()
+            if evaluator is not None:
+                evaluator.close()
 
     return evaluated(), Path(str(given["out"]))
 

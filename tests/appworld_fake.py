@@ -1,6 +1,6 @@
 """A fork server that only pretends: speaks the protocol of inside/server.py and does what the code it is sent says.
 
-    ok TEXT · long N · slow · die SIGNAL · hangup · garbage · engine · complete · fail
+ok TEXT · long N · slow · die SIGNAL · hangup · garbage · engine · complete · fail
 """
 
 from __future__ import annotations

@@ -22,7 +22,15 @@ from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
 from draco.env.appworld.client import ForkServer, ServerOptions
 from draco.env.appworld.environment import pack_state, unpack_state
 from draco.env.appworld.faults import (
-    AppWorldFault, EngineFailed, PoolBusy, ProtocolBroken, StartFailed, TooSlow, UnknownEpisode, UnknownTask, WorkerDied,
+    AppWorldFault,
+    EngineFailed,
+    PoolBusy,
+    ProtocolBroken,
+    StartFailed,
+    TooSlow,
+    UnknownEpisode,
+    UnknownTask,
+    WorkerDied,
 )  # fmt: skip
 from draco.env.appworld.inside import guard, roots
 from draco.env.appworld.pool import Pool
@@ -55,7 +63,7 @@ def data(tmp_path: Path) -> Path:
 def environment(data: Path) -> Iterator[AppWorldEnvironment]:
     environment = AppWorldEnvironment(sys.executable, str(data), server=FAKE, places=2, queue_s=0.1)
     yield environment
-    environment.shutdown()
+    environment.close()
 
 
 def options(**more: Any) -> ServerOptions:
@@ -250,7 +258,7 @@ def test_evaluating_checks_whose_end_state_it_is(data: Path) -> None:
         evaluator.evaluate(task, pack_state({"task": "s2_1", "dbs": {}}))
     with pytest.raises(ValueError, match="no end state of AppWorld"):
         evaluator.evaluate(task, "nonsense")
-    evaluator.shutdown()
+    evaluator.close()
 
 
 @pytest.mark.parametrize(

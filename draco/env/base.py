@@ -139,6 +139,9 @@ class Environment(ABC):
     def open(self, task: Task, *, seed: int) -> Episode:
         """Start an episode. `seed` keys whatever is random in the environment."""
 
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release what outlives episodes, such as servers. It may be used again afterwards."""
+
     def opening(self, task: Task) -> tuple[Message, ...]:
         """Opening messages of a task, without keeping an episode."""
         episode = self.open(task, seed=0)
@@ -165,6 +168,9 @@ class Evaluator(ABC):
     @abstractmethod
     def evaluate(self, task: Task, end_state: str) -> Outcome:
         """Success of one finished episode."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release what outlives evaluations, such as servers. It may be used again afterwards."""
 
 
 def parse_tool_call(body: str) -> tuple[str, dict[str, Any]]:

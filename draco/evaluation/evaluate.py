@@ -73,23 +73,26 @@ def evaluate_checkpoints(
     else:
         steps = [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
-    for split in splits:
-        tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, config.limits.max_prompt_tokens)
-        for step in steps:
-            if step >= 0:
-                checkpoint.load(kept[step], policy)
-            (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
-            with torch.no_grad():
-                groups = rollout.generate(policy, batch)
-                records = evaluate_groups(groups, parts.evaluator, lambda t: priced(t, prices))
-            yield {
-                "run": str(run),
-                "agent": parts.environment.name,
-                "checkpoint": kept[step].name if step >= 0 else "base",
-                "split": split,
-                **summarise(records),
-                "records": [r.as_dict() for r in records],
-            }
+    try:
+        for split in splits:
+            tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, config.limits.max_prompt_tokens)
+            for step in steps:
+                if step >= 0:
+                    checkpoint.load(kept[step], policy)
+                (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
+                with torch.no_grad():
+                    groups = rollout.generate(policy, batch)
+                    records = evaluate_groups(groups, parts.evaluator, lambda t: priced(t, prices))
+                yield {
+                    "run": str(run),
+                    "agent": parts.environment.name,
+                    "checkpoint": kept[step].name if step >= 0 else "base",
+                    "split": split,
+                    **summarise(records),
+                    "records": [r.as_dict() for r in records],
+                }
+    finally:
+        parts.close()
 
 
 def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:

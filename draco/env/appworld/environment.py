@@ -191,7 +191,7 @@ class AppWorldEnvironment(Environment):
             self._pool, self._loop = Pool(self._options, **self._pool_options), loop  # type: ignore[arg-type]
         return self._pool
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """End the servers, from outside their loop. Not needed at the end of a process; they end with it."""
         if self._pool is not None and self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._pool.stop(), self._loop).result()
@@ -257,7 +257,7 @@ class AppWorldEvaluator(Evaluator):
                 await self._server.start()
             return self._server
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """End the server, from outside its loop. Not needed at the end of a process; it ends with it."""
         if self._server is not None and self._loop is not None and self._loop.is_running():
             asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()

@@ -427,7 +427,7 @@ class World:
         guarded_s = Real.monotonic() - started
         try:
             output = self.world.execute(code)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError) as error:
             # What AppWorld does not catch: its own bookkeeping after a block is made up for.
             output, mistake = f"Execution failed. Traceback:\n{type(error).__name__}: {error}", "interrupt"
             self.world.safety_guard.disable()
