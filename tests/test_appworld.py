@@ -1,5 +1,7 @@
 """AppWorld's real engine on the miniature data: `make test-appworld` (not part of `make test`)."""
 
+# ruff: noqa: E501 - the programs of policies are quoted whole
+
 from __future__ import annotations
 
 import asyncio
@@ -166,7 +168,7 @@ HOSTILE = {
     "endless": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
     "uninterruptible": "sum(range(10**13))",
     "fork_bomb": "import os\nwhile True:\n    os.fork()",
-    "threads": "import threading, time\nfor i in range(10**6):\n    threading.Thread(target=time.sleep, args=(60,)).start()",
+    "threads": "import threading, time\nfor i in range(10**6):\n    threading.Thread(target=time.sleep, args=(9,)).start()",
     "memory": "hog = []\nwhile True: hog.append(bytearray(10**7))",
     "interrupt": "raise KeyboardInterrupt",
     "exit": "raise SystemExit(3)",
@@ -181,7 +183,7 @@ HOSTILE = {
 def test_nine_tasks_of_six_with_one_of_each_kind_of_trouble(
     environment: AppWorldEnvironment, evaluator: AppWorldEvaluator
 ) -> None:
-    """54 episodes at a time. In every group one is killed from outside, one loops, one interrupts; gold still passes."""
+    """54 episodes at a time. In each group one is killed from outside and three misbehave; gold passes all the same."""
 
     async def member(task: Task, sample: int) -> tuple[str, Any]:
         episode = environment.open(task, seed=sample)
@@ -251,7 +253,7 @@ def test_without_the_guard_trouble_stays_in_its_episode(
 
 
 def routes(full: str) -> dict[str, str]:
-    """Ways to the answers that appworld.md and our own reading of the engine name. `full` is even given away."""
+    """Ways to the answers that a reading of the engine suggests; where they lie (`full`) is even given away."""
     truth = f"{full}/tasks/mini1aa_1/ground_truth"
     return {
         "open": f"print(open('{truth}/answer.json').read())",

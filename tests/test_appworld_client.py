@@ -144,7 +144,7 @@ def test_back_pressure_waits_in_order_and_gives_up_in_words() -> None:
         await pool.close(first)
         await pool.close(first)  # twice is once
         second = await waiting[0]
-        with pytest.raises(PoolBusy, match="1 episodes are open; raise env.places"):
+        with pytest.raises(PoolBusy, match=r"1 episodes are open; raise env\.places"):
             await waiting[1]
         with pytest.raises(UnknownEpisode):
             await pool.execute(first, "ok")
