@@ -3,8 +3,8 @@
     python scripts/bench_appworld.py                     96 episodes on the miniature tasks
     python scripts/bench_appworld.py episodes=24 data=.appworld split=train
 
-Options (key=value): episodes (96), executes (5 an episode for the first 20), python, data, split, at_once (openings at a
-time: the number of cores). Memory is PSS: shared pages count once over all processes, the fork server included. Wall
+Options (key=value): episodes (96), executes (5 an episode for the first 20), python, data, split, at_once (openings at
+a time: the number of cores). Memory is PSS: shared pages count once over all processes, the fork server included. Wall
 times are those of this machine at this moment; CPU times say more on a busy one.
 """
 

@@ -35,6 +35,7 @@ from draco.env.appworld.faults import (
 from draco.env.appworld.inside import guard, roots
 from draco.env.appworld.pool import Pool
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
+from draco.env.base import CODE
 from draco.errors import ConfigError, EnvironmentFault
 from draco.policy import Policy
 from draco.types import Task, Termination
@@ -445,3 +446,19 @@ def test_the_setup_script_explains_itself_and_refuses_nonsense(tmp_path: Path) -
 def test_what_runs_inside_appworld_imports_nothing_of_draco(program: Path) -> None:
     assert "import draco" not in program.read_text()
     assert "from draco" not in program.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "bodies"),
+    [
+        ("<think>maybe <code>a</code></think><code>b</code>", ["b"]),
+        ("maybe <code>a</code></think>\n\n<code>b</code>", ["b"]),  # the template had opened <think> already
+        ("no thought <code>a</code>", ["a"]),
+        ("<code>a</code> <think>then</think>", ["a"]),
+        ("<code>print('</think>')</code>", ["print('</think>')"]),
+    ],
+)
+def test_what_is_thought_is_not_run(text: str, bodies: list[str]) -> None:
+    spans = CODE.parse(text)
+    assert [s.body for s in spans] == bodies
+    assert all(text[s.start : s.stop] == f"<code>{s.body}</code>" for s in spans)

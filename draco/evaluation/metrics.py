@@ -158,13 +158,14 @@ def leaderboard(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
 
     def value(entry: Any) -> float | None:
-        return entry["mean"] if isinstance(entry, Mapping) else entry
+        mean: float | None = entry["mean"] if isinstance(entry, Mapping) else entry
+        return mean
 
     def row(tgc: Any, sgc: Any, interactions: Any) -> dict[str, float | None]:
         numbers = {"task_goal_completion": value(tgc), "scenario_goal_completion": value(sgc)}
         percent = {k: None if v is None else round(100 * v, 1) for k, v in numbers.items()}
-        mean = value(interactions)
-        return {**percent, "interactions": None if mean is None else round(mean, 2)}
+        count = value(interactions)
+        return {**percent, "interactions": None if count is None else round(count, 2)}
 
     return {
         split: {
