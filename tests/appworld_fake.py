@@ -72,8 +72,9 @@ def main() -> None:
         message = json.loads(line)
         if message.get("code") == "hangup":
             return
-        if message.get("code") != "silent":
-            send({"id": message["id"], **answer(message, episodes)})
+        reply = answer(message, episodes)
+        if message.get("task") != "silent_1":
+            send({"id": message["id"], **reply})
 
 
 if __name__ == "__main__":

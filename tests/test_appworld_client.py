@@ -269,11 +269,36 @@ def test_evaluating_checks_whose_end_state_it_is(data: Path) -> None:
         ({"isolation": "none"}, "expected strict or auto"),
         ({"soft_s": 100}, "must be more than env.soft_s"),
         ({"places": 0}, "places ≥ 1"),
+        ({"python": "/no/such/python"}, "no interpreter there; run scripts/setup_appworld.sh"),
     ],
 )
 def test_bad_options_are_named_at_once(data: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        AppWorldEnvironment(**{"python": "python", "data": str(data), **change})
+        AppWorldEnvironment(**{"python": sys.executable, "data": str(data), **change})
+
+
+def test_a_machine_without_a_cage_is_refused_at_once(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("draco.env.appworld.inside.cage.available", lambda: ["limits", "seccomp"])
+    with pytest.raises(ConfigError, match=r"has no landlock, .* env\.isolation=auto"):
+        AppWorldEnvironment(sys.executable, str(data))
+    AppWorldEnvironment(sys.executable, str(data), isolation="auto")
+    assert "without landlock" in caplog.text
+
+
+def test_an_opening_that_is_cancelled_leaves_no_episode_behind() -> None:
+    async def body(pool: Pool) -> None:
+        first = await pool.open("s1_1")
+        opening = asyncio.create_task(pool.open("silent_1"))
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await asyncio.gather(*pool._tidying)
+        assert (await first.server.request("ping"))["children"] == 1
+        assert pool.live == 1
+
+    with_pool(body)
 
 
 def test_roots_refuse_what_appworld_cannot_use(tmp_path: Path) -> None:

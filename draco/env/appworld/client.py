@@ -91,10 +91,11 @@ class ForkServer:
         }  # fmt: skip
         ours, theirs = socket.socketpair()
         errors = stage / "stderr"
+        python = os.path.abspath(options.python) if os.sep in options.python else options.python
         try:
             with theirs, errors.open("wb") as log:
                 process = subprocess.Popen(
-                    [options.python, "-I", options.server, str(theirs.fileno()), json.dumps(settings)],
+                    [python, "-I", options.server, str(theirs.fileno()), json.dumps(settings)],
                     pass_fds=(theirs.fileno(),), env=environment, cwd=stage, stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,
                 )  # fmt: skip

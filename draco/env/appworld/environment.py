@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
+import shutil
 import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 from draco.background import BackgroundLoop
 from draco.env.appworld.client import SERVER, ForkServer, Limits, ServerOptions
 from draco.env.appworld.data import Roots
+from draco.env.appworld.inside import cage
 from draco.env.appworld.pool import Pool, Slot
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
@@ -25,8 +28,31 @@ from draco.types import Message, Task
 
 __all__ = ["AppWorldEnvironment", "AppWorldEpisode", "AppWorldEvaluator", "pack_state", "unpack_state"]
 
+log = logging.getLogger("draco")
 T = TypeVar("T")
 _REQUIRED = ("limits", "landlock", "seccomp")
+
+
+def _require(python: str, isolation: str) -> tuple[str, ...]:
+    """The layers without which nothing runs.
+
+    Raises:
+        ConfigError: this machine lacks one, or the interpreter is not there.
+    """
+    if isolation not in ("strict", "auto"):
+        raise ConfigError(f"env.isolation is {isolation!r}; expected strict or auto")
+    if shutil.which(python) is None:
+        raise ConfigError(f"env.python={python}: no interpreter there; run scripts/setup_appworld.sh")
+    missing = [layer for layer in _REQUIRED if layer not in cage.available()]
+    if missing and isolation == "strict":
+        raise ConfigError(
+            f"this machine's kernel has no {', '.join(missing)}, which keeps an agent's code away from answers, other "
+            "processes and the network; use another machine, or env.isolation=auto to go on with a syntax check and "
+            f"{', '.join(layer for layer in cage.available())} alone"
+        )
+    if missing:
+        log.warning("env.isolation=auto: episodes run without %s", ", ".join(missing))
+    return _REQUIRED if isolation == "strict" else ()
 
 
 def pack_state(state: dict[str, Any]) -> str:
@@ -150,8 +176,7 @@ class AppWorldEnvironment(Environment):
         guard: bool = True,
         server: str = str(SERVER),
     ) -> None:
-        if isolation not in ("strict", "auto"):
-            raise ConfigError(f"env.isolation is {isolation!r}; expected strict or auto")
+        required = _require(python, isolation)
         if execute_s <= soft_s:
             raise ConfigError(f"env.execute_s={execute_s} must be more than env.soft_s={soft_s}, which it backs up")
         if places < 1 or servers < 1 or observation_tokens < 100:
@@ -161,7 +186,7 @@ class AppWorldEnvironment(Environment):
         self.count_tokens = TokenCounter(tokenizer, tokenizer_gguf)
         self._options = ServerOptions(
             python=python, data=str(self.roots.rollout), role="rollout", soft_s=soft_s, start_s=start_s,
-            limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=_REQUIRED if isolation == "strict" else (),
+            limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=required,
             guard=guard, server=server,
         )  # fmt: skip
         self._pool_options = {
@@ -220,7 +245,7 @@ class AppWorldEvaluator(Evaluator):
         self.roots, self.deadline_s = Roots.at(data), deadline_s
         self._options = ServerOptions(
             python=python, data=str(self.roots.full), role="evaluate", start_s=start_s,
-            require=_REQUIRED if isolation == "strict" else (), server=server,
+            require=_require(python, isolation), server=server,
         )  # fmt: skip
         self._server: ForkServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from draco.env.appworld.client import ForkServer, ServerOptions
-from draco.env.appworld.faults import PoolBusy, TooSlow, WorkerDied
+from draco.env.appworld.faults import AppWorldFault, PoolBusy, TooSlow, WorkerDied
 
 __all__ = ["Executed", "Pool", "Slot"]
 
@@ -76,6 +77,7 @@ class Pool:
         self._live = [0] * servers
         self._starting = [asyncio.Lock() for _ in range(servers)]
         self._free = asyncio.Semaphore(places)
+        self._tidying: set[asyncio.Task[None]] = set()
         self.restarts = 0  #: servers that had to be replaced
 
     @property
@@ -98,12 +100,16 @@ class Pool:
             ) from None
         index = min(range(len(self._live)), key=self._live.__getitem__)
         self._live[index] += 1
+        server, experiment = None, f"e{secrets.token_hex(8)}"
         try:
             server = await self._server(index)
-            experiment = f"e{secrets.token_hex(8)}"
             ready = await server.request("open", task=task, experiment=experiment, deadline_s=self.open_s)
-        except BaseException:
+        except BaseException:  # whoever asked may have been cancelled while the server went on
             self._leave(index)
+            if server is not None and server.alive:
+                tidying = asyncio.create_task(_forget(server, experiment))
+                self._tidying.add(tidying)
+                tidying.add_done_callback(self._tidying.discard)
             raise
         return Slot(server, experiment, task, float(ready["init_s"]))
 
@@ -176,3 +182,9 @@ class Pool:
         self._servers = [None] * len(self._servers)
         for server in servers:
             await server.stop()
+
+
+async def _forget(server: ForkServer, experiment: str) -> None:
+    """End an episode that may not exist."""
+    with suppress(AppWorldFault):
+        await server.request("close", experiment=experiment)

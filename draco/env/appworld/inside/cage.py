@@ -16,7 +16,7 @@ import signal
 import struct
 from collections.abc import Sequence
 
-__all__ = ["LAYERS", "confine", "die_with_parent"]
+__all__ = ["LAYERS", "available", "confine", "die_with_parent"]
 
 LAYERS = ("limits", "capabilities", "landlock", "seccomp")
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -46,7 +46,7 @@ _CALLS = {
     },
 }  # fmt: skip
 _CLONE_THREAD = 0x00010000
-_NO_NEW_PRIVS, _SET_SECCOMP, _PDEATHSIG, _CAPBSET_DROP = 38, 22, 1, 24
+_NO_NEW_PRIVS, _GET_SECCOMP, _SET_SECCOMP, _PDEATHSIG, _CAPBSET_DROP = 38, 21, 22, 1, 24
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 # Landlock's file rights, by bit: execute 0, write 1, read 2, read a folder 3, remove folder 4, remove file 5, make …
 # 6–12, refer 13 (version 2), truncate 14 (3), device ioctl 15 (5).
@@ -60,6 +60,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """SIGKILL for this process when the thread that forked it ends."""
     _libc.prctl(_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def available() -> list[str]:
+    """The layers that this kernel has; changes nothing."""
+    found = ["limits", "capabilities"]
+    if _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1) >= 1:
+        found.append("landlock")
+    if platform.machine() in _CALLS and _libc.prctl(_GET_SECCOMP, 0, 0, 0, 0) >= 0:
+        found.append("seccomp")
+    return found
 
 
 def confine(

@@ -42,6 +42,7 @@ import cage  # noqa: E402
 import guard  # noqa: E402
 
 _MAX_LINE = 64 << 20
+_FAILED = 70  # exit status of a child whose own code, not the agent's, failed
 
 
 class Failed(Exception):
@@ -74,7 +75,11 @@ class Channel:
             return None
         *lines, rest = bytes(self._buffer).split(b"\n")
         self._buffer = bytearray(rest)
-        return [Real.loads(line) for line in lines if line]
+        try:
+            messages = [Real.loads(line) for line in lines if line]
+        except ValueError:
+            return None
+        return messages if all(isinstance(m, dict) for m in messages) else None
 
 
 class Child:
@@ -170,6 +175,10 @@ class Server:
 
     def _op_close(self, message: dict[str, Any]) -> dict[str, Any]:
         child = self._child(message["experiment"])
+        if child.request is not None:
+            error = {"kind": "died", "message": "closed while it was busy", "signal": 0}
+            self.client.send({"id": child.request, "error": error})
+            child.request = None
         self._kill(child)
         self.children.pop(child.name, None)
         shutil.rmtree(self.outputs / child.name, ignore_errors=True)
@@ -210,7 +219,7 @@ class Server:
         folder.mkdir(parents=True, exist_ok=True)
         pid = os.fork()
         if pid == 0:
-            code = 70
+            code = _FAILED
             try:
                 ours.close()
                 self._become_child()
@@ -250,12 +259,18 @@ class Server:
         for message in messages or ():
             number, child.request, child.deadline = child.request, None, None
             if number is not None:
-                self.client.send({"id": number, **message})
+                self.client.send({**message, "id": number})
 
     def _gone(self, child: Child) -> None:
-        _, status = os.waitpid(child.pid, 0)
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        how = f"signal {signal.Signals(number).name}" if number else f"exit status {os.WEXITSTATUS(status)}"
+        status = self._reap(child)
+        if status is None:  # it closed its end or spoke nonsense, and runs on: only an agent's code does that
+            number, how = int(signal.SIGABRT), "a broken connection"
+        elif os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            how = f"signal {signal.Signals(number).name}"
+        else:  # our own code ends with 70 when it fails, and with 0 when we hang up; other ways out are the agent's
+            how = f"exit status {os.WEXITSTATUS(status)}"
+            number = 0 if os.WEXITSTATUS(status) == _FAILED else int(signal.SIGABRT)
         self._forget(child, how)
         if child.request is not None:
             # A signal that we did not send and the agent's code cannot send itself is not the agent's doing.
@@ -263,6 +278,17 @@ class Server:
             self.client.send({"id": child.request, "error": error})
             child.request = None
         self._tidy(child)
+
+    def _reap(self, child: Child) -> int | None:
+        """Exit status of a child whose stream has ended; None if it had to be killed."""
+        for _ in range(50):
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                return status
+            time.sleep(0.02)
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+        return None
 
     def _expire(self) -> None:
         now = Real.monotonic()
