@@ -107,7 +107,7 @@ def test_an_episode_leaves_no_files_and_no_process(environment: AppWorldEnvironm
     assert fork_server is not None
     assert on_loop(fork_server.request("ping"))["children"] == 0
     command = Path(f"/proc/{fork_server.pid}/cmdline").read_text().split("\0")
-    stage = Path(json.loads(command[4])["root"])
+    stage = Path(json.loads(command[-2])["root"])
     assert list((stage / "experiments" / "outputs").iterdir()) == []
 
 

@@ -82,7 +82,7 @@ class ForkServer:
         environment = {k: os.environ[k] for k in _ENVIRONMENT if k in os.environ}
         environment |= {
             "HOME": str(home), "IPYTHONDIR": str(home / "ipython"), "APPWORLD_ROOT": str(stage),
-            "APPWORLD_CACHE": str(home), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
+            "APPWORLD_CACHE": str(home), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",  # what an episode prints must not depend on the process
         }  # fmt: skip
         settings = {
             **{k: v for k, v in asdict(options).items() if k not in ("python", "server", "start_s")},
@@ -95,7 +95,7 @@ class ForkServer:
         try:
             with theirs, errors.open("wb") as log:
                 process = subprocess.Popen(
-                    [python, "-I", options.server, str(theirs.fileno()), json.dumps(settings)],
+                    [python, "-s", "-P", options.server, str(theirs.fileno()), json.dumps(settings)],
                     pass_fds=(theirs.fileno(),), env=environment, cwd=stage, stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,
                 )  # fmt: skip

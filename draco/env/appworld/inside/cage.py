@@ -14,6 +14,7 @@ import platform
 import resource
 import signal
 import struct
+import sys
 from collections.abc import Sequence
 
 __all__ = ["LAYERS", "available", "confine", "die_with_parent"]
@@ -64,6 +65,8 @@ def die_with_parent() -> None:
 
 def available() -> list[str]:
     """The layers that this kernel has; changes nothing."""
+    if not sys.platform.startswith("linux"):
+        return []
     found = ["limits", "capabilities"]
     if _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1) >= 1:
         found.append("landlock")

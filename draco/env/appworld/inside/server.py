@@ -1,6 +1,6 @@
 """The fork server: one process that has AppWorld imported and warm, and one child for every episode.
 
-    PYTHON -I server.py FD '{"role": "rollout", "root": ..., "outputs": ..., …}'
+    PYTHON -s -P server.py FD '{"role": "rollout", "root": ..., "outputs": ..., …}'
 
 Runs inside AppWorld's own environment and imports nothing of draco. FD is one end of a stream socket; both sides speak
 JSON lines. A request is {"id", "op", …}; its answer {"id", "ok": {…}} or {"id", "error": {"kind", "message"}}. The
