@@ -80,9 +80,10 @@ class ForkServer:
         data = Path(options.data).resolve()
         (stage / "data").symlink_to(data)
         environment = {k: os.environ[k] for k in _ENVIRONMENT if k in os.environ}
+        # A fixed hash seed: what an episode prints must not depend on the order of sets in one process.
         environment |= {
             "HOME": str(home), "IPYTHONDIR": str(home / "ipython"), "APPWORLD_ROOT": str(stage),
-            "APPWORLD_CACHE": str(home), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",  # what an episode prints must not depend on the process
+            "APPWORLD_CACHE": str(home), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
         }  # fmt: skip
         settings = {
             **{k: v for k, v in asdict(options).items() if k not in ("python", "server", "start_s")},
