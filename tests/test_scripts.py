@@ -138,7 +138,7 @@ def test_several_checkpoints_make_one_table(run: Path, capsys: pytest.CaptureFix
     evaluate.main(
         [f"run={run}", "env=desk", "split=dev", "tasks=3", "checkpoints=last2", f"out={tmp_path}", "prices=1,4"]
     )
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "mean ± std over 2 checkpoints (step=000030, step=000060)" in printed
     assert "cost of one pass: $" in printed
     found = json.loads((tmp_path / "dev-last2-n1.json").read_text())
