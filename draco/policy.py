@@ -29,7 +29,7 @@ from draco.types import Message
 
 log = logging.getLogger("draco")
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "resolve"]
 
 _TRAINED, _REFERENCE = "default", "reference"  #: PEFT's names of the adapters
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -81,7 +81,7 @@ class Policy(nn.Module):
             raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
         self.path = path
         self.version = 0  #: optimizer updates behind the current weights
-        self.folder = folder = _resolve(path)  #: where the base model's files are, or its hub name
+        self.folder = folder = resolve(path)  #: where the base model's files are, or its hub name
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if gguf_file:
             options["gguf_file"] = gguf_file
@@ -208,7 +208,7 @@ def _shape(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(tuple(tensor.shape))
 
 
-def _resolve(path: str) -> str:
+def resolve(path: str) -> str:
     """Turn ``pkg://PACKAGE`` into the folder of an installed package, without importing it."""
     if not path.startswith("pkg://"):
         return str(Path(path).expanduser()) if path.startswith(("~", ".", "/")) else path

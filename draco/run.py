@@ -76,6 +76,13 @@ class Parts:
     module: GRPOModule
     callbacks: list[Any]
 
+    def close(self) -> None:
+        """End the servers that engine and environment may have started."""
+        self.engine.close()
+        self.environment.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
+
 
 def build(config: DictConfig) -> Parts:
     """Instantiate environment, stages and module; no weights are loaded yet.
@@ -271,8 +278,8 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
                 logger.flush()
         write_json(run / "summary.json", summary)  # the last of all: a run that has it is finished
     finally:
-        parts.engine.close()
         finish(loggers)
+        parts.close()
     return summary
 
 

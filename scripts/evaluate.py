@@ -1,23 +1,33 @@
-"""Evaluate a run's policy on a split: pass^1..n, pass@1..n, TGC, SGC, turns, terminations.
+"""Evaluate a run's policy, or any model behind an API, on splits: TGC and SGC as pass^1..n and pass@1..n, by
+difficulty, turns, tokens, cost, terminations; mean ± std over checkpoints.
 
     python scripts/evaluate.py run=runs/NAME split=test_normal n=3
+    python scripts/evaluate.py run=runs/NAME env=appworld split=test_normal,test_challenge n=3 checkpoints=last3
+    python scripts/evaluate.py policy=litellm model=openai/gpt-5.4 env=appworld split=test_normal out=results/gpt n=3
 
 Options (key=value):
     run          run folder
-    split        split of the run's environment (several: a,b); default: the one the run was evaluated on
+    env          the environment; with run= only a check that the run has that one. Its own options as env.KEY=VALUE
+    split        split of the environment (several: a,b); default: the one the run was evaluated on
     n            independent runs a task (default 1)
     tasks        the first so many tasks; default all
-    checkpoint   last (default), base (adapter off: the untrained policy), or a step number
-    temperature  sampling temperature (default: the run's eval.temperature)
+    checkpoints  last (default), base (adapter off: the untrained policy), step numbers (a,b), or lastN: the last N
+                 epoch ends (last3 is the paper's); checkpoint= is the same
+    temperature  sampling temperature (default: the run's eval.temperature; null sends none to an API)
     seed         of sampling (default: the run's)
+    prices       USD per million tokens of the policy: READ,WRITTEN or READ,READ_AGAIN,WRITTEN; gives the cost of a pass
+    policy       litellm: no run, the agent is model= behind an API, on the same harness
+    model, api_base, concurrency   of policy=litellm
+    out          folder of the results (default: the run's evaluations/)
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -25,22 +35,38 @@ from rich.table import Table
 
 from draco.errors import ConfigError, DracoError
 
-OPTIONS = {"run", "split", "n", "tasks", "checkpoint", "temperature", "seed"}
+if TYPE_CHECKING:
+    from draco.evaluation.evaluate import Prices
+
+OPTIONS = {
+    "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
+    "model", "api_base", "concurrency", "out",
+}  # fmt: skip
 
 
 def options(arguments: list[str]) -> dict[str, Any]:
-    """Parse key=value arguments.
+    """Parse key=value arguments; env.KEY=VALUE are collected under `env_options`.
 
     Raises:
-        ConfigError: an unknown option, or no run.
+        ConfigError: an unknown option, or neither a run nor policy=litellm.
     """
-    given = OmegaConf.to_container(OmegaConf.from_dotlist(arguments))
+    inner = [a for a in arguments if a.startswith("env.")]
+    given = OmegaConf.to_container(OmegaConf.from_dotlist([a for a in arguments if a not in inner]))
     assert isinstance(given, dict)
     if wrong := sorted(str(k) for k in given.keys() - OPTIONS):
         raise ConfigError(f"unknown option {', '.join(wrong)}; expected {', '.join(sorted(OPTIONS))}")
-    if "run" not in given:
-        raise ConfigError("run=FOLDER is missing: the run to evaluate")
-    return {str(k): v for k, v in given.items()}
+    if "policy" in given:
+        if given["policy"] != "litellm" or "run" in given:
+            raise ConfigError(
+                "policy=litellm evaluates a model behind an API and takes no run=; a run has its own policy"
+            )
+        if missing := [k for k in ("model", "env", "out") if k not in given]:
+            raise ConfigError(f"policy=litellm needs {', '.join(k + '=…' for k in missing)} too")
+    elif "run" not in given:
+        raise ConfigError("run=FOLDER is missing: the run to evaluate (or policy=litellm model=… env=… out=…)")
+    if "checkpoint" in given and "checkpoints" in given:
+        raise ConfigError("checkpoint= and checkpoints= are the same; give one")
+    return {**{str(k): v for k, v in given.items()}, "env_options": inner}
 
 
 def run_config(run: Path) -> DictConfig:
@@ -52,33 +78,120 @@ def run_config(run: Path) -> DictConfig:
     return config
 
 
+def prices_of(text: Any) -> Prices | None:
+    """Two or three numbers with commas; a price for reading again defaults to that for reading.
+
+    Raises:
+        ConfigError: not that.
+    """
+    if text is None:
+        return None
+    try:
+        values = [float(v) for v in str(text).split(",")]
+        read, again, written = values if len(values) == 3 else (values[0], values[0], values[1])
+    except (ValueError, IndexError):
+        raise ConfigError(
+            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million"
+        ) from None
+    return read, again, written
+
+
 def main(arguments: list[str]) -> None:
-    """Evaluate, print a table, write `evaluations/SPLIT-CHECKPOINT-nN.json` into the run folder."""
+    """Evaluate, print tables, write `SPLIT-CHECKPOINT-nN.json`, one file over checkpoints, and leaderboard.json."""
     given = options(arguments)
-    run = Path(str(given["run"]))
-    config = run_config(run)
-    from draco.evaluation.evaluate import evaluate_checkpoint  # torch loads here
+    from draco.evaluation.metrics import leaderboard, over_checkpoints  # torch loads here
     from draco.summary import write_json
 
-    splits = str(given.get("split", config.eval.split)).split(",")
-    which, n = str(given.get("checkpoint", "last")), int(given.get("n", 1))
-    for key in ("temperature",):
-        if key in given:
-            config.eval[key] = given[key]
-    config.seed = given.get("seed", config.seed)
-    for split in splits:
-        config.eval.split, config.eval.n, config.eval.tasks = split, n, given.get("tasks")
-        result = evaluate_checkpoint(config, run, which)
-        folder = run / "evaluations"
-        folder.mkdir(exist_ok=True)
-        file = folder / f"{split}-{result['checkpoint']}-n{n}.json"
+    api = given.get("policy") == "litellm"
+    n = int(given.get("n", 1))
+    results, folder = _api(given, n) if api else _run(given, n)
+    console = Console()
+    by_split: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        file = folder / f"{result['split']}-{result['checkpoint']}-n{n}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, result)
-        show(result, Console())
+        show(result, console)
         print(f"records: {file}")
+        by_split[result["split"]].append(result)
+    whole: dict[str, dict[str, Any]] = {}
+    for split, parts in by_split.items():
+        whole[split] = parts[0]
+        if len(parts) > 1:
+            whole[split] = over_checkpoints(parts)
+            name = str(given.get("checkpoints", given.get("checkpoint"))).replace(",", "+")
+            write_json(folder / f"{split}-{name}-n{n}.json", whole[split])
+            show_spread(whole[split], console)
+    write_json(folder / "leaderboard.json", leaderboard(whole))
+    print(f"leaderboard: {folder / 'leaderboard.json'}")
+
+
+def _run(given: dict[str, Any], n: int) -> tuple[Any, Path]:
+    run = Path(str(given["run"]))
+    config = run_config(run)
+    from draco.evaluation.evaluate import evaluate_checkpoints
+
+    if given.get("env", config.env.name) != config.env.name:
+        raise ConfigError(
+            f"env={given['env']}, but {run} was trained on env={config.env.name}: its prompt and actions differ"
+        )
+    config.merge_with_dotlist(given["env_options"])
+    splits = str(given.get("split", config.eval.split)).split(",")
+    which = str(given.get("checkpoints", given.get("checkpoint", "last")))
+    if "temperature" in given:
+        config.eval.temperature = given["temperature"]
+    config.seed = given.get("seed", config.seed)
+    config.eval.split, config.eval.n, config.eval.tasks = splits[0], n, given.get("tasks")
+    folder = Path(str(given["out"])) if "out" in given else run / "evaluations"
+    return evaluate_checkpoints(config, run, which, splits, prices_of(given.get("prices"))), folder
+
+
+def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
+    from hydra import compose, initialize_config_module
+
+    from draco.evaluation.api_agent import ApiAgent
+    from draco.evaluation.metrics import summarise
+    from draco.evaluation.records import evaluate_groups
+    from draco.run import instantiate
+
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("train", [f"env={given['env']}", *given["env_options"]])
+    if "tokenizer" in config.env.environment:
+        config.env.environment.tokenizer = config.env.environment.tokenizer_gguf = None  # nobody's but the model's own
+    if "verbose_prompt" in config.env:
+        config.env.verbose_prompt = True
+    environment, evaluator = instantiate(config.env.environment), instantiate(config.env.get("evaluator"))
+    splits = str(given.get("split", config.eval.split)).split(",")
+    agent = ApiAgent(
+        str(given["model"]),
+        instantiate(config.limits),
+        temperature=given.get("temperature", 1.0),
+        api_base=given.get("api_base"),
+        concurrency=int(given.get("concurrency", 16)),
+    )
+
+    def evaluated() -> Any:
+        try:
+            for split in splits:
+                groups = agent.play(environment, environment.tasks(split)[: given.get("tasks")], n)
+                records = evaluate_groups(groups, evaluator, agent.usage_of)
+                yield {
+                    "agent": agent.model,
+                    "checkpoint": "api",
+                    "split": split,
+                    **summarise(records),
+                    "records": [r.as_dict() for r in records],
+                }
+        finally:
+            environment.close()
+            if evaluator is not None:
+                evaluator.close()
+
+    return evaluated(), Path(str(given["out"]))
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One table a split."""
+    """One table a split and checkpoint."""
     table = Table(title=f"{result['split']}, {result['tasks']} tasks × {result['n']} runs, {result['checkpoint']}")
     for name in (
         "",
@@ -90,12 +203,33 @@ def show(result: dict[str, Any], console: Console) -> None:
         values = [*result[f"{name}_pass_hat"], *result[f"{name}_pass_at"]]
         table.add_row(name.upper(), *("–" if v is None else f"{v:.1%}" for v in values))
     console.print(table)
-    levels = "  ".join(f"level {k}: {'–' if v is None else f'{v:.1%}'}" for k, v in result["tgc_by_difficulty"].items())
+    for name in ("tgc", "sgc"):
+        levels = result[f"{name}_by_difficulty"].items()
+        text = "  ".join(f"level {k}: {'–' if v is None else f'{v:.1%}'}" for k, v in levels)
+        console.print(f"{name.upper()} by difficulty  {text}", highlight=False)
     ends = "  ".join(f"{k} {v:.1%}" for k, v in result["terminations"].items())
-    console.print(f"TGC by difficulty  {levels}", highlight=False)
     console.print(f"turns {result['turns']:.1f}   ended: {ends}", highlight=False)
+    tokens = f"tokens a rollout: {result['input_tokens']:.0f} read, {result['step_tokens']:.0f} written"
+    cost = "unknown (prices=)" if result["cost_usd"] is None else f"${result['cost_usd']:.2f}"
+    console.print(f"{tokens}   cost of one pass: {cost}", highlight=False)
     if result["unevaluated"] or result["quarantined"]:
         console.print(f"unevaluated {result['unevaluated']}   quarantined {result['quarantined']} (count as failed)")
+
+
+def show_spread(result: dict[str, Any], console: Console) -> None:
+    """Mean ± std over checkpoints."""
+
+    def cell(value: dict[str, float | None]) -> str:
+        std = "" if value["std"] is None else f" ± {value['std']:.1%}"
+        return "–" if value["mean"] is None else f"{value['mean']:.1%}{std}"
+
+    names = ", ".join(result["checkpoints"])
+    table = Table(title=f"{result['split']}, mean ± std over {len(result['checkpoints'])} checkpoints ({names})")
+    for column in ("", *(f"pass^{k}" for k in range(1, result["n"] + 1))):
+        table.add_column(column, justify="right")
+    for name in ("tgc", "sgc"):
+        table.add_row(name.upper(), *(cell(v) for v in result[f"{name}_pass_hat"]))
+    console.print(table)
 
 
 if __name__ == "__main__":

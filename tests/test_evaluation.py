@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draco.env.base import Outcome
-from draco.evaluation.metrics import pass_at_k, pass_hat_k, summarise
-from draco.evaluation.records import EvalRecord, evaluate_end_state
-from draco.types import Task, Termination
+from draco.evaluation.evaluate import priced
+from draco.evaluation.metrics import leaderboard, over_checkpoints, pass_at_k, pass_hat_k, summarise
+from draco.evaluation.records import EvalRecord, Usage, evaluate_end_state, token_usage
+from draco.types import Step, Task, Termination, Trajectory
 
 TASK = Task("t", "", "test", "s")
 
@@ -80,3 +81,47 @@ def test_faults_of_environment_and_evaluator_are_told_apart() -> None:
     assert evaluate_end_state(Raises(), TASK, "done", good) == Outcome(None, error="OSError: no")
     assert evaluate_end_state(None, TASK, "done", good).success is None
     assert evaluate_end_state(Raises(), TASK, "", Termination.ENVIRONMENT_ERROR).success is False
+
+
+def checkpoint_result(name: str, solved: set[str], turns: int) -> dict[str, Any]:
+    tasks = [("a1", "A", 1), ("a2", "A", 1), ("b1", "B", 2)]
+    records = [
+        record(t, s, i, t in solved, difficulty=level, turns=turns, interactions=turns - 1, cost_usd=0.5)
+        for t, s, level in tasks for i in range(2)
+    ]  # fmt: skip
+    return {"split": "test_normal", "checkpoint": name, **summarise(records)}
+
+
+def test_over_checkpoints_worked_example() -> None:
+    results = [
+        checkpoint_result("step=000090", {"a1", "a2", "b1"}, 4),
+        checkpoint_result("step=000095", {"a1", "a2"}, 6),
+        checkpoint_result("step=000100", {"b1"}, 8),
+    ]
+    found = over_checkpoints(results)
+    # TGC 1, 2/3, 1/3; SGC 1, 1/2, 1/2.
+    assert found["tgc"]["mean"] == pytest.approx(2 / 3)
+    assert found["tgc"]["std"] == pytest.approx(1 / 3)
+    assert found["sgc_pass_hat"][1]["mean"] == pytest.approx(2 / 3)
+    assert found["sgc_pass_hat"][1]["std"] == pytest.approx((1 / 12) ** 0.5)
+    assert found["tgc_by_difficulty"]["2"]["mean"] == pytest.approx(2 / 3)
+    assert (found["turns"]["mean"], found["turns"]["std"]) == (6.0, 2.0)
+    assert found["cost_usd"] == {"mean": 1.5, "std": 0.0}  # of one pass
+    assert found["terminations"]["submitted"] == {"mean": 1.0, "std": 0.0}
+    assert found["checkpoints"] == ["step=000090", "step=000095", "step=000100"]
+    board = leaderboard({"test_normal": found})["test_normal"]
+    assert board["all"] == {"task_goal_completion": 66.7, "scenario_goal_completion": 66.7, "interactions": 5.0}
+    assert board["level 2"]["task_goal_completion"] == 66.7
+    assert over_checkpoints(results[:1])["tgc"] == {"mean": 1.0, "std": None}
+    with pytest.raises(ValueError, match="one split"):
+        over_checkpoints([results[0], {**results[1], "split": "dev"}])
+
+
+def test_usage_of_a_trajectory_counts_what_every_turn_reads() -> None:
+    # prompt 10, turn 1 writes 5, glue 3, turn 2 writes 4: turn 2 reads 18 tokens, 10 of them again.
+    steps = (Step(1, (10, 15), "a", "o", 1), Step(2, (18, 22), "b", "", 2))
+    t = Trajectory(TASK, 0, (), (), (), (), steps, Termination.SUBMITTED, 10, 0, 0)
+    assert token_usage(t) == Usage(18, 10, 9)
+    assert priced(t, (1.0, 0.1, 4.0)).cost_usd == pytest.approx((18 + 1 + 36) / 1e6)
+    empty = Trajectory(TASK, 0, (), (), (), (), (), Termination.ENVIRONMENT_ERROR, 0, 0, 0)
+    assert token_usage(empty) == Usage(0, 0, 0)

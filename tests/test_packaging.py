@@ -46,6 +46,8 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: set[str]) -> None:
         ("conf/", ".yaml"),
         ("conf/rubric/", ".yaml"),
         ("draco/judge/prompts/", ".md"),
+        ("draco/env/appworld/inside/", "server.py"),
+        ("draco/env/appworld/prompts/", ".md"),
         ("draco/judge/rubrics/", ".yaml"),
         ("draco/policies/tiny/", ".safetensors"),
         ("draco/policies/tiny/", "tokenizer.json"),
@@ -89,7 +91,7 @@ def test_licence_text_is_whole() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-@pytest.mark.parametrize("script", ["scripts/check", ".ci/run"])
+@pytest.mark.parametrize("script", ["scripts/check", "scripts/setup_appworld.sh", ".ci/run"])
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = ROOT / script
     assert path.stat().st_mode & 0o111

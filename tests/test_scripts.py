@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_evaluating_the_base_is_the_evaluation_before_training(run: Path) -> Non
     [
         ([], "run=FOLDER is missing"),
         (["run=/nowhere"], "no run there"),
-        (["run=x", "sampels=3"], "unknown option sampels; expected checkpoint"),
+        (["run=x", "sampels=3"], "unknown option sampels; expected api_base"),
     ],
 )
 def test_evaluate_names_bad_input(arguments: list[str], message: str) -> None:
@@ -106,3 +107,46 @@ def test_a_failed_cell_is_reported_and_the_others_go_on(
     assert len(calls) == len(ablation.SETTINGS)
     assert all("steps=1" in c for c in calls)
     assert "judge gone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["policy=litellm", "run=x"], "takes no run="),
+        (["policy=litellm", "model=m"], "needs env=…, out=… too"),
+        (["policy=tiny"], "evaluates a model behind an API"),
+        (["run=x", "checkpoint=1", "checkpoints=2"], "are the same; give one"),
+    ],
+)
+def test_evaluate_names_options_that_do_not_go_together(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        evaluate.options(arguments)
+
+
+def test_prices() -> None:
+    assert evaluate.prices_of("1,4") == (1.0, 1.0, 4.0)
+    assert evaluate.prices_of("1,0.1,4") == (1.0, 0.1, 4.0)
+    assert evaluate.prices_of(None) is None
+    with pytest.raises(ConfigError, match="prices=free"):
+        evaluate.prices_of("free")
+
+
+def test_several_checkpoints_make_one_table(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = run / "checkpoints"
+    for step in (5, 10):  # as if the run had gone on: an epoch of desk is 30 steps of 3 tasks
+        shutil.copytree(folder / "step=000001", folder / f"step={step * 6:06d}", dirs_exist_ok=True)
+    evaluate.main(
+        [f"run={run}", "env=desk", "split=dev", "tasks=3", "checkpoints=last2", f"out={tmp_path}", "prices=1,4"]
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "mean ± std over 2 checkpoints (step=000030, step=000060)" in printed
+    assert "cost of one pass: $" in printed
+    found = json.loads((tmp_path / "dev-last2-n1.json").read_text())
+    assert found["tgc"]["std"] == 0.0
+    assert json.loads((tmp_path / "leaderboard.json").read_text())["dev"]["all"].keys() == {
+        "task_goal_completion", "scenario_goal_completion", "interactions",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"last3: the run has 2 epoch-end checkpoint\(s\) \(an epoch is 30 steps"):
+        evaluate.main([f"run={run}", "split=dev", "checkpoints=last3", f"out={tmp_path}"])
+    with pytest.raises(ConfigError, match="was trained on env=desk"):
+        evaluate.main([f"run={run}", "env=appworld"])

@@ -48,8 +48,16 @@ class ActionFormat:
     reminder: str = ""  #: what the agent is told once after a turn without a parsable action
 
     def parse(self, text: str) -> tuple[ActionSpan, ...]:
-        """All complete actions of a turn, in order. Reasoning in <think>…</think> is not searched."""
-        masked = re.sub(r"<think>.*?(</think>|\Z)", lambda m: " " * len(m.group()), text, flags=re.DOTALL)
+        """All complete actions of a turn, in order. Reasoning in <think>…</think> is not searched.
+
+        Templates that open <think> in the prompt leave turns that only close it: all before that is reasoning, too.
+        """
+        before, closing, _ = text.partition("</think>")
+        inside = before.count(self.open) > before.count(self.close)  # an action that quotes the tag
+        head = " " * len(before + closing) if closing and not inside and "<think>" not in before else ""
+        masked = head + re.sub(
+            r"<think>.*?(</think>|\Z)", lambda m: " " * len(m.group()), text[len(head) :], flags=re.DOTALL
+        )
         spans, at = [], 0
         while (start := masked.find(self.open, at)) >= 0:
             end = masked.find(self.close, start + len(self.open))
@@ -139,6 +147,9 @@ class Environment(ABC):
     def open(self, task: Task, *, seed: int) -> Episode:
         """Start an episode. `seed` keys whatever is random in the environment."""
 
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release what outlives episodes, such as servers. It may be used again afterwards."""
+
     def opening(self, task: Task) -> tuple[Message, ...]:
         """Opening messages of a task, without keeping an episode."""
         episode = self.open(task, seed=0)
@@ -165,6 +176,9 @@ class Evaluator(ABC):
     @abstractmethod
     def evaluate(self, task: Task, end_state: str) -> Outcome:
         """Success of one finished episode."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release what outlives evaluations, such as servers. It may be used again afterwards."""
 
 
 def parse_tool_call(body: str) -> tuple[str, dict[str, Any]]:

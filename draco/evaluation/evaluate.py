@@ -1,7 +1,12 @@
-"""Evaluate a checkpoint of a run: the run's own rollout stage on held-out tasks, then the environment's evaluator."""
+"""Evaluate checkpoints of a run: the run's own rollout stage on held-out tasks, then the environment's evaluator.
+
+The model is loaded once; only adapters are exchanged.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,54 +16,96 @@ from omegaconf import DictConfig
 from draco import checkpoint
 from draco.errors import ConfigError
 from draco.evaluation.metrics import summarise
-from draco.evaluation.records import evaluate_groups
+from draco.evaluation.records import Usage, evaluate_groups, token_usage
 from draco.loader import EvalLoader
-from draco.run import build, select_tasks
+from draco.run import Parts, build, select_tasks
 from draco.stages import RolloutStage, find_stage
+from draco.types import Trajectory
 
-__all__ = ["evaluate_checkpoint"]
+__all__ = ["Prices", "evaluate_checkpoint", "evaluate_checkpoints", "priced"]
+
+Prices = tuple[float, float, float]  #: USD per million tokens read for the first time, read again, written
+
+
+def priced(trajectory: Trajectory, prices: Prices | None) -> Usage:
+    """Usage of a rollout of the policy at reference prices."""
+    usage = token_usage(trajectory)
+    if prices is None:
+        return usage
+    tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
+    return replace(usage, cost_usd=sum(p * t for p, t in zip(prices, tokens, strict=True)) / 1e6)
 
 
 def evaluate_checkpoint(config: DictConfig, run: Path, which: str) -> dict[str, Any]:
-    """Metrics and records of one checkpoint on `config.eval`.
+    """Metrics and records of one checkpoint on `config.eval`; see `evaluate_checkpoints`."""
+    return next(evaluate_checkpoints(config, run, which, [config.eval.split]))
+
+
+def evaluate_checkpoints(
+    config: DictConfig, run: Path, which: str, splits: Sequence[str], prices: Prices | None = None
+) -> Iterator[dict[str, Any]]:
+    """Metrics and records, split by split and checkpoint by checkpoint.
 
     Args:
         config: the run's configuration, with `eval` set to what is wanted.
         run: run folder.
-        which: `last`, `base` (a fresh adapter is the identity), or a step number.
+        which: `last`, `base` (a fresh adapter is the identity), step numbers with commas, or `lastN`: the last N epoch
+            ends.
+        splits: splits of the run's environment.
+        prices: of the policy's tokens.
 
     Raises:
         ConfigError: no such checkpoint or split.
     """
-    folder = None
+    kept = {int(f.name.removeprefix("step=")): f for f in checkpoint.checkpoints(run)}
+    lists = ", ".join(map(str, kept)) or "none"
+    if which not in ("last", "base") and not which.removeprefix("last").replace(",", "").isdigit():
+        raise ConfigError(f"checkpoints={which}: expected last, base, lastN or step numbers; kept steps: {lists}")
     if which == "last":
-        folder = checkpoint.latest(run)
-    elif which != "base":
-        folder = checkpoint.folder_of(run, int(which)) if which.isdigit() else None
-        if folder is None or not folder.is_dir():
-            kept = ", ".join(str(int(f.name.removeprefix("step="))) for f in checkpoint.checkpoints(run))
-            raise ConfigError(f"checkpoint={which} is not there; kept steps: {kept}; or use last or base")
+        checkpoint.latest(run)
+    if which[0].isdigit() and (missing := [s for s in which.split(",") if int(s or -1) not in kept]):
+        raise ConfigError(f"checkpoint={','.join(missing)} is not there; kept steps: {lists}; or use last or base")
     parts = build(config)
     parts.module.configure_model()
     policy = parts.module.policy
-    if folder is not None:
-        checkpoint.load(folder, policy)
-    tasks = select_tasks(
-        parts.environment, policy, config.eval.split, config.eval.tasks, config.limits.max_prompt_tokens
-    )
+    if which.startswith("last") and which != "last":
+        steps = _epoch_ends(config, parts, sorted(kept), int(which.removeprefix("last")))
+    else:
+        steps = [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
-    (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
     try:
         parts.engine.open(policy, run, temperature=config.eval.temperature)
-        with torch.no_grad():
-            records = evaluate_groups(rollout.generate(policy, batch), parts.evaluator)
+        for split in splits:
+            tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, config.limits.max_prompt_tokens)
+            for step in steps:
+                if step >= 0:
+                    checkpoint.load(kept[step], policy)
+                (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
+                with torch.no_grad():
+                    groups = rollout.generate(policy, batch)
+                    records = evaluate_groups(groups, parts.evaluator, lambda t: priced(t, prices))
+                yield {
+                    "run": str(run),
+                    "agent": parts.environment.name,
+                    "checkpoint": kept[step].name if step >= 0 else "base",
+                    "split": split,
+                    **summarise(records),
+                    "records": [r.as_dict() for r in records],
+                }
     finally:
-        parts.engine.close()
-    name = "base" if folder is None else folder.name
-    return {
-        "run": str(run),
-        "checkpoint": name,
-        "split": config.eval.split,
-        **summarise(records),
-        "records": [r.as_dict() for r in records],
-    }
+        parts.close()
+
+
+def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:
+    """The last `count` kept steps that end a pass over the training tasks (method §7: no selection by success)."""
+    tasks = select_tasks(
+        parts.environment, parts.module.policy, config.env.train_split, None, config.limits.max_prompt_tokens
+    )
+    epoch = max(len(tasks) // config.tasks_per_step, 1)
+    ends = [step for step in kept if step and step % epoch == 0]
+    if len(ends) < count:
+        raise ConfigError(
+            f"checkpoints=last{count}: the run has {len(ends)} epoch-end checkpoint(s) (an epoch is {epoch} steps; "
+            f"kept steps: {', '.join(map(str, kept)) or 'none'}); train on, or name steps"
+        )
+    return ends[-count:]

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import comb
+from math import comb, sqrt
 from typing import Any
 
 from draco.evaluation.records import EvalRecord
 
-__all__ = ["pass_at_k", "pass_hat_k", "summarise"]
+__all__ = ["leaderboard", "over_checkpoints", "pass_at_k", "pass_hat_k", "summarise"]
+
+_AVERAGED = (
+    "tgc", "sgc", "tgc_pass_hat", "tgc_pass_at", "sgc_pass_hat", "sgc_pass_at", "tgc_by_difficulty",
+    "sgc_by_difficulty", "interactions_by_difficulty", "turns", "interactions", "step_tokens", "input_tokens",
+    "cached_tokens", "cost_usd", "terminations",
+)  # fmt: skip
 
 
 def pass_hat_k(successes: int, n: int, k: int) -> float:
@@ -69,6 +75,11 @@ def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
         str(level): _mean([_mean(s) for t, s in tasks.items() if difficulty[t] == level])
         for level in sorted(set(difficulty.values()))
     }
+    level_of = {scenario_of[t]: level for t, level in difficulty.items()}
+    sgc_by_level = {
+        str(level): _mean([_mean(done) for s, done in scenarios.items() if level_of[s] == level])
+        for level in sorted(set(difficulty.values()))
+    }
     return {
         "tasks": len(runs),
         "scenarios": len(members),
@@ -78,8 +89,17 @@ def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
         **_curves("tgc", tasks, n),
         **_curves("sgc", scenarios, n),
         "tgc_by_difficulty": by_level,
+        "sgc_by_difficulty": sgc_by_level,
         "turns": _mean([r.turns for r in records]),
+        "interactions": _mean([r.interactions for r in records]),
+        "interactions_by_difficulty": {
+            str(level): _mean([r.interactions for r in records if r.difficulty == level])
+            for level in sorted(set(difficulty.values()))
+        },
         "step_tokens": _mean([r.step_tokens for r in records]),
+        "input_tokens": _mean([r.input_tokens for r in records]),
+        "cached_tokens": _mean([r.cached_tokens for r in records]),
+        "cost_usd": _cost(records, n),
         "unevaluated": sum(r.success is None for r in records),
         "quarantined": sum(r.error.startswith("quarantined") for r in records),
         "terminations": _shares(r.termination for r in records),
@@ -92,6 +112,74 @@ def _curves(name: str, outcomes: Mapping[str, Sequence[bool]], n: int) -> dict[s
     return {
         f"{name}_pass_hat": [_mean([pass_hat_k(c, n, k) for c in counts]) for k in range(1, n + 1)],
         f"{name}_pass_at": [_mean([pass_at_k(c, n, k) for c in counts]) for k in range(1, n + 1)],
+    }
+
+
+def _cost(records: Sequence[EvalRecord], n: int) -> float | None:
+    """USD of one pass over the tasks; None where any rollout's is unknown."""
+    known = [r.cost_usd for r in records if r.cost_usd is not None]
+    return sum(known) / n if n and len(known) == len(records) else None
+
+
+def over_checkpoints(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean and sample standard deviation over checkpoints of every figure of `summarise`; std is None for one.
+
+    A figure that any checkpoint lacks (None) has no mean.
+
+    Raises:
+        ValueError: no results, or they are not of the same split, tasks and n.
+    """
+    if len({(r["split"], r["tasks"], r["n"]) for r in results}) != 1:
+        raise ValueError("expected results of one split, with the same tasks and n")
+    figures = {key: _spread([r[key] for r in results]) for key in _AVERAGED}
+    kept = {key: results[0][key] for key in ("split", "tasks", "scenarios", "n")}
+    counted = {key: sum(r[key] for r in results) for key in ("unevaluated", "quarantined")}
+    return {**kept, **counted, "checkpoints": [r["checkpoint"] for r in results], **figures}
+
+
+def _spread(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        keys = sorted(set().union(*values))
+        return {key: _spread([v.get(key, 0.0) for v in values]) for key in keys}
+    if isinstance(values[0], list | tuple):
+        return [_spread(column) for column in zip(*values, strict=True)]
+    if any(v is None for v in values):
+        return {"mean": None, "std": None}
+    mean = sum(values) / len(values)
+    std = sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else None
+    return {"mean": mean, "std": std}
+
+
+def leaderboard(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Results in the shape of AppWorld's leaderboard: {split: {all | level 1 | …: completions in %, interactions}}.
+
+    Args:
+        results: split → what `summarise` or `over_checkpoints` gave.
+    """
+
+    def value(entry: Any) -> float | None:
+        mean: float | None = entry["mean"] if isinstance(entry, Mapping) else entry
+        return mean
+
+    def row(tgc: Any, sgc: Any, interactions: Any) -> dict[str, float | None]:
+        numbers = {"task_goal_completion": value(tgc), "scenario_goal_completion": value(sgc)}
+        percent = {k: None if v is None else round(100 * v, 1) for k, v in numbers.items()}
+        count = value(interactions)
+        return {**percent, "interactions": None if count is None else round(count, 2)}
+
+    return {
+        split: {
+            "all": row(r["tgc"], r["sgc"], r["interactions"]),
+            **{
+                f"level {level}": row(
+                    r["tgc_by_difficulty"][level],
+                    r["sgc_by_difficulty"][level],
+                    r["interactions_by_difficulty"][level],
+                )
+                for level in r["tgc_by_difficulty"]
+            },
+        }
+        for split, r in results.items()
     }
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draco.env.base import Evaluator, Outcome
+from draco.env.base import CODE, TOOL_CALL, Evaluator, Outcome
 from draco.types import Group, Task, Termination, Trajectory
 
-__all__ = ["EvalRecord", "evaluate_end_state", "evaluate_groups"]
+__all__ = ["EvalRecord", "Usage", "evaluate_end_state", "evaluate_groups", "token_usage"]
+
+_REMINDERS = (CODE.reminder, TOOL_CALL.reminder)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the policy's turns took, as a provider would count it."""
+
+    input_tokens: int  #: read for the first time: the prompt, observations, template glue and earlier turns, once each
+    cached_tokens: int  #: read again with every later turn
+    output_tokens: int
+    cost_usd: float | None = None  #: None: nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,10 @@ class EvalRecord:
     faults: tuple[str, ...] = ()
     causal_steps: tuple[int, ...] = ()
     error: str = ""
+    interactions: int = 0  #: turns whose actions the environment ran
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    cost_usd: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able fields."""
@@ -45,15 +61,30 @@ def evaluate_end_state(evaluator: Evaluator | None, task: Task, end_state: str, 
         return Outcome(None, error=f"{type(error).__name__}: {error}")
 
 
-def evaluate_groups(groups: Iterable[Group], evaluator: Evaluator | None) -> list[EvalRecord]:
+def token_usage(trajectory: Trajectory) -> Usage:
+    """Usage of a token-exact trajectory: every turn reads all that came before it."""
+    starts: dict[int, int] = {}
+    for step in trajectory.steps:
+        starts.setdefault(step.turn, step.span[0])
+    output = sum(trajectory.step_tokens)
+    once = starts[max(starts)] if starts else trajectory.prompt_tokens
+    return Usage(once, sum(starts.values()) - once if starts else 0, output)
+
+
+def evaluate_groups(
+    groups: Iterable[Group],
+    evaluator: Evaluator | None,
+    usage: Callable[[Trajectory], Usage] = token_usage,
+) -> list[EvalRecord]:
     """Evaluate every rollout, in batch order."""
     ordered = sorted(groups, key=lambda g: g.index)
-    return [_record(t, evaluator) for g in ordered for t in g.trajectories]
+    return [_record(t, evaluator, usage(t)) for g in ordered for t in g.trajectories]
 
 
-def _record(trajectory: Trajectory, evaluator: Evaluator | None) -> EvalRecord:
+def _record(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage) -> EvalRecord:
     task = trajectory.task
     outcome = evaluate_end_state(evaluator, task, trajectory.end_state, trajectory.termination)
+    answers = [m.content for m in trajectory.messages if m.role == "user"][1:]  # the first asks the task
     return EvalRecord(
         task_id=task.id,
         scenario_id=task.scenario_id,
@@ -66,4 +97,8 @@ def _record(trajectory: Trajectory, evaluator: Evaluator | None) -> EvalRecord:
         faults=outcome.faults,
         causal_steps=outcome.causal_steps,
         error=outcome.error,
+        interactions=sum(answer not in _REMINDERS for answer in answers),
+        input_tokens=usage.input_tokens,
+        cached_tokens=usage.cached_tokens,
+        cost_usd=usage.cost_usd,
     )

@@ -1,0 +1,289 @@
+"""AppWorld as an environment of draco: episodes in processes of their own, and an evaluator that is another process.
+
+What a rollout holds is a client of the fork server over the data root *without* ground truth. The end state that it
+leaves is a text of what the episode changed, so nothing on disk has to outlive the episode, and it can be scored at any
+time by `AppWorldEvaluator`, whose server alone sees the full root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import shutil
+import zlib
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from draco.background import BackgroundLoop
+from draco.env.appworld.client import SERVER, ForkServer, Limits, ServerOptions
+from draco.env.appworld.data import Roots
+from draco.env.appworld.inside import cage
+from draco.env.appworld.pool import Pool, Slot
+from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
+from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
+from draco.errors import ConfigError
+from draco.types import Message, Task
+
+__all__ = ["AppWorldEnvironment", "AppWorldEpisode", "AppWorldEvaluator", "pack_state", "unpack_state"]
+
+log = logging.getLogger("draco")
+T = TypeVar("T")
+_REQUIRED = ("limits", "landlock", "seccomp")
+
+
+def _require(python: str, isolation: str) -> tuple[str, ...]:
+    """The layers without which nothing runs.
+
+    Raises:
+        ConfigError: this machine lacks one, or the interpreter is not there.
+    """
+    if isolation not in ("strict", "auto"):
+        raise ConfigError(f"env.isolation is {isolation!r}; expected strict or auto")
+    if shutil.which(python) is None:
+        raise ConfigError(f"env.python={python}: no interpreter there; run scripts/setup_appworld.sh")
+    missing = [layer for layer in _REQUIRED if layer not in cage.available()]
+    if missing and isolation == "strict":
+        raise ConfigError(
+            f"this machine's kernel has no {', '.join(missing)}, which keeps an agent's code away from answers, other "
+            "processes and the network; use another machine, or env.isolation=auto to go on with a syntax check and "
+            f"{', '.join(layer for layer in cage.available())} alone"
+        )
+    if missing:
+        log.warning("env.isolation=auto: episodes run without %s", ", ".join(missing))
+    return _REQUIRED if isolation == "strict" else ()
+
+
+def pack_state(state: dict[str, Any]) -> str:
+    """An end state as one line of text."""
+    return base64.b85encode(zlib.compress(json.dumps(state, separators=(",", ":")).encode(), 9)).decode()
+
+
+def unpack_state(text: str) -> dict[str, Any]:
+    """The inverse of `pack_state`.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    try:
+        state: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"no end state of AppWorld: {error}") from error
+    return state
+
+
+class AppWorldEpisode(Episode):
+    """One task in a process of its own. The process starts with the first action, so that opening many costs nothing.
+
+    `step`, `end_state` and `close` block; `act`, `finish` and `release` are the same as coroutines on the pool's loop.
+    """
+
+    def __init__(self, environment: AppWorldEnvironment, task: Task) -> None:
+        self.format = CODE
+        self.opening = opening(task, thinking=environment.thinking)
+        self.mistakes: list[str] = []  #: kinds of the agent's mistakes that the environment caught
+        self._environment, self._task = environment, task
+        self._slot: Slot | None = None
+        self._over = self._completed = self._failed = False
+
+    async def act(self, actions: Sequence[str]) -> Reply:
+        """Run the code blocks of one turn, in order.
+
+        Raises:
+            AppWorldFault: a fault that is not the agent's.
+        """
+        environment, observations = self._environment, []
+        if self._slot is None:
+            self._slot = await environment.pool().open(self._task.id)
+        for code in actions:
+            if self._over:
+                break
+            done = await environment.pool().execute(self._slot, code)
+            self._over, self._completed, self._failed = done.over, done.completed, done.failed
+            if done.mistake:
+                self.mistakes.append(done.mistake)
+            observations.append(cut(done.output.rstrip(), environment.observation_tokens, environment.count_tokens))
+        return Reply(tuple(observations), done=self._over, completed=self._completed, failed=self._failed)
+
+    async def finish(self) -> str:
+        """What the episode changed, for `AppWorldEvaluator`."""
+        if self._slot is None:
+            return pack_state({"task": self._task.id, "dbs": {"changes": {}, "hashes": None}})
+        return pack_state(await self._environment.pool().state(self._slot))
+
+    async def release(self) -> None:
+        """End the process and remove its files."""
+        if self._slot is not None:
+            await self._environment.pool().close(self._slot)
+
+    def step(self, actions: Sequence[str]) -> Reply:
+        return _wait(self.act(actions))
+
+    def end_state(self) -> str:
+        return _wait(self.finish())
+
+    def close(self) -> None:
+        _wait(self.release())
+
+
+def _wait(coro: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the process's background loop, to its end. Not to be called on that loop."""
+    return BackgroundLoop.shared().submit(coro).result()
+
+
+class AppWorldEnvironment(Environment):
+    """The real engine in its own Python environment (scripts/setup_appworld.sh).
+
+    Args:
+        python: interpreter of that environment.
+        data: folder of the two data roots; only `rollout`, the one without ground truth, is used here.
+        thinking: the prompt for a model that thinks before it acts.
+        observation_tokens: longer outputs are cut at a line end.
+        tokenizer, tokenizer_gguf: whose tokens those are (`policy.path`, `policy.gguf_file`); None estimates.
+        places: live episodes at most, about 60 MB each; further ones wait up to `queue_s`.
+        servers: fork servers.
+        soft_s: AppWorld's own timeout of a code block, which the agent reads of and survives.
+        execute_s: deadline of a code block: its process is killed and the episode is over.
+        open_s: deadline of opening an episode.
+        memory_mb, cpu_s: of one episode's process.
+        isolation: strict refuses a machine without Landlock and seccomp; auto warns and goes on with what it has.
+    """
+
+    name = "appworld"
+    caveats = CAVEATS
+    blocking = True
+
+    def __init__(
+        self,
+        python: str,
+        data: str,
+        *,
+        thinking: bool = False,
+        observation_tokens: int = 3000,
+        tokenizer: str | None = None,
+        tokenizer_gguf: str | None = None,
+        places: int = 128,
+        servers: int = 1,
+        soft_s: int = 60,
+        execute_s: float = 90.0,
+        open_s: float = 60.0,
+        queue_s: float = 600.0,
+        start_s: float = 300.0,
+        memory_mb: int = 1024,
+        cpu_s: int = 900,
+        isolation: str = "strict",
+        guard: bool = True,
+        server: str = str(SERVER),
+    ) -> None:
+        required = _require(python, isolation)
+        if execute_s <= soft_s:
+            raise ConfigError(f"env.execute_s={execute_s} must be more than env.soft_s={soft_s}, which it backs up")
+        if places < 1 or servers < 1 or observation_tokens < 100:
+            raise ConfigError("env needs places ≥ 1, servers ≥ 1 and observation_tokens ≥ 100")
+        self.roots = Roots.at(data)
+        self.thinking, self.observation_tokens = thinking, observation_tokens
+        self.count_tokens = TokenCounter(tokenizer, tokenizer_gguf)
+        self._options = ServerOptions(
+            python=python, data=str(self.roots.rollout), role="rollout", soft_s=soft_s, start_s=start_s,
+            limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=required,
+            guard=guard, server=server,
+        )  # fmt: skip
+        self._pool_options = {
+            "places": places, "servers": servers, "open_s": open_s, "execute_s": execute_s, "queue_s": queue_s,
+        }  # fmt: skip
+        self._pool: Pool | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self.roots.splits
+
+    def tasks(self, split: str) -> tuple[Task, ...]:
+        return self.roots.tasks(split)
+
+    def open(self, task: Task, *, seed: int) -> AppWorldEpisode:
+        """Start an episode. A task fixes its world, so `seed` changes nothing."""
+        return AppWorldEpisode(self, task)
+
+    def opening(self, task: Task) -> tuple[Message, ...]:
+        return opening(task, thinking=self.thinking)
+
+    def pool(self) -> Pool:
+        """The pool of the running event loop. What belonged to an earlier, closed loop ended with it."""
+        loop = asyncio.get_running_loop()
+        if self._pool is None or self._loop is not loop:
+            self._pool, self._loop = Pool(self._options, **self._pool_options), loop  # type: ignore[arg-type]
+        return self._pool
+
+    def close(self) -> None:
+        """End the servers, from outside their loop. Not needed at the end of a process; they end with it."""
+        if self._pool is not None and self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._pool.stop(), self._loop).result()
+        self._pool = None
+
+
+class AppWorldEvaluator(Evaluator):
+    """AppWorld's own evaluator, in a process of its own over the full data root.
+
+    Args:
+        python, data: as for the environment; `full` is used here.
+        deadline_s: of one evaluation.
+        isolation: as for the environment.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        data: str,
+        *,
+        deadline_s: float = 60.0,
+        start_s: float = 300.0,
+        isolation: str = "strict",
+        server: str = str(SERVER),
+    ) -> None:
+        self.roots, self.deadline_s = Roots.at(data), deadline_s
+        self._options = ServerOptions(
+            python=python, data=str(self.roots.full), role="evaluate", start_s=start_s,
+            require=_require(python, isolation), server=server,
+        )  # fmt: skip
+        self._server: ForkServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Lock | None = None
+        self._count = 0
+
+    def evaluate(self, task: Task, end_state: str) -> Outcome:
+        state = unpack_state(end_state)
+        if state.get("task") != task.id:
+            raise ValueError(f"the end state is of task {state.get('task')!r}, not of {task.id!r}")
+        answer = _wait(self._evaluate(task.id, state["dbs"]))
+        return Outcome(
+            success=bool(answer["success"]),
+            detail={"tests": answer["num_tests"], "passes": answer["passes"], "failures": answer["failures"],
+                    "difficulty": answer["difficulty"], "success": answer["success"]},
+        )  # fmt: skip
+
+    async def _evaluate(self, task_id: str, dbs: dict[str, Any]) -> dict[str, Any]:
+        server = await self._ready()
+        self._count += 1
+        return await server.request(
+            "evaluate", task=task_id, experiment=f"v{self._count}", dbs=dbs, deadline_s=self.deadline_s
+        )
+
+    async def _ready(self) -> ForkServer:
+        loop = asyncio.get_running_loop()
+        if self._starting is None or self._loop is not loop:
+            self._loop, self._starting, self._server = loop, asyncio.Lock(), None
+        async with self._starting:
+            if self._server is None or not self._server.alive:
+                if self._server is not None:
+                    await self._server.stop()
+                self._server = ForkServer(self._options)
+                await self._server.start()
+            return self._server
+
+    def close(self) -> None:
+        """End the server, from outside its loop. Not needed at the end of a process; it ends with it."""
+        if self._server is not None and self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
+        self._server = None

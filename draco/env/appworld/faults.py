@@ -1,0 +1,84 @@
+"""Everything that can go wrong between the trainer and AppWorld and is not the agent's doing.
+
+AppWorldFault (an EnvironmentFault: the episode ends as `environment_error`, quarantined)
+├── UnknownTask      the task id is malformed or not in the data
+├── UnknownEpisode   the episode was never opened, or is closed
+├── StartFailed      the fork server did not come up: environment, data or isolation
+├── WorkerDied       the episode's process, or the server, is gone and the agent's code did not end it
+├── EngineFailed     AppWorld itself raised
+├── TooSlow          opening or scoring passed its deadline
+├── PoolBusy         no place became free in time
+└── ProtocolBroken   an answer that the protocol does not know
+
+What the agent does wrong (unsafe code, an endless loop, a crash of its own process, exceptions) is an observation.
+"""
+
+from __future__ import annotations
+
+from draco.errors import EnvironmentFault
+
+__all__ = [
+    "AppWorldFault",
+    "EngineFailed",
+    "PoolBusy",
+    "ProtocolBroken",
+    "StartFailed",
+    "TooSlow",
+    "UnknownEpisode",
+    "UnknownTask",
+    "WorkerDied",
+    "fault",
+]
+
+
+class AppWorldFault(EnvironmentFault):
+    """A fault of the environment. `signal` is what ended a process, 0 for none."""
+
+    signal: int = 0
+
+
+class UnknownTask(AppWorldFault):
+    """The task id is malformed or not in the data."""
+
+
+class UnknownEpisode(AppWorldFault):
+    """The episode was never opened, or is closed."""
+
+
+class StartFailed(AppWorldFault):
+    """The fork server did not come up."""
+
+
+class WorkerDied(AppWorldFault):
+    """A process is gone and the agent's code did not end it."""
+
+
+class EngineFailed(AppWorldFault):
+    """AppWorld itself raised."""
+
+
+class TooSlow(AppWorldFault):
+    """Opening or scoring passed its deadline."""
+
+
+class PoolBusy(AppWorldFault):
+    """No place became free in time."""
+
+
+class ProtocolBroken(AppWorldFault):
+    """An answer that the protocol does not know."""
+
+
+_KINDS: dict[str, type[AppWorldFault]] = {
+    "unknown_task": UnknownTask,
+    "unknown_episode": UnknownEpisode,
+    "isolation": StartFailed,
+    "died": WorkerDied,
+    "engine": EngineFailed,
+    "deadline": TooSlow,
+}
+
+
+def fault(kind: str, message: str) -> AppWorldFault:
+    """The exception of an error of the protocol."""
+    return _KINDS.get(kind, ProtocolBroken)(message)

@@ -1,0 +1,217 @@
+"""Any model that litellm reaches, as the agent on the same harness: same prompt, same action format, same budgets.
+
+For the frontier rows of a results table. Nothing here trains: the trajectories have no token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tenacity
+
+from draco.agent import Limits
+from draco.background import BackgroundLoop
+from draco.env.base import Environment, Episode, Reply
+from draco.errors import ConfigError, EngineError
+from draco.evaluation.records import Usage
+from draco.types import Group, Message, Step, Task, Termination, Trajectory
+
+__all__ = ["ApiAgent"]
+
+_CORRECTABLE = (400, 401, 403, 404)  # the request is wrong, and would be again
+
+
+class _Full(Exception):
+    """The conversation no longer fits into the model's context."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    """One episode in progress."""
+
+    messages: list[Message]
+    steps: list[Step] = field(default_factory=list)
+    prompt: int = 0  #: tokens of the last request
+    first_prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    cost: float | None = 0.0
+
+
+class ApiAgent:
+    """Plays tasks by chat completions.
+
+    Args:
+        model: litellm's name, provider first; the key comes from the provider's environment variable.
+        limits: the same budgets as for a policy; tokens as the provider counts them.
+        temperature: None sends none, for models that refuse it.
+        concurrency: episodes at a time.
+        timeout_s, max_retries: of one call.
+        api_base: address of an OpenAI-compatible server.
+        backoff_s: first pause before a retry.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        limits: Limits,
+        *,
+        temperature: float | None = 1.0,
+        concurrency: int = 16,
+        timeout_s: float = 300.0,
+        max_retries: int = 4,
+        api_base: str | None = None,
+        backoff_s: float = 1.0,
+    ) -> None:
+        self.model, self.limits, self.temperature = model, limits, temperature
+        self.concurrency, self.timeout_s, self.max_retries = concurrency, timeout_s, max_retries
+        self.backoff_s = backoff_s
+        self.usage: dict[tuple[str, int], Usage] = {}
+        self._more = {k: v for k, v in (("temperature", temperature), ("api_base", api_base)) if v is not None}
+        self._litellm: Any = None
+
+    def play(self, environment: Environment, tasks: Sequence[Task], n: int) -> list[Group]:
+        """n episodes of every task."""
+        return BackgroundLoop.shared().submit(self._play(environment, tasks, n)).result()
+
+    def usage_of(self, trajectory: Trajectory) -> Usage:
+        """What an episode took."""
+        return self.usage.get((trajectory.task.id, trajectory.sample), Usage(0, 0, 0))
+
+    async def _play(self, environment: Environment, tasks: Sequence[Task], n: int) -> list[Group]:
+        self._load()
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def one(task: Task, sample: int) -> Trajectory:
+            async with slots:
+                return await self._episode(environment, task, sample)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [[group.create_task(one(task, s)) for s in range(n)] for task in tasks]
+        except* ConfigError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await self._litellm.close_litellm_async_clients()
+        return [
+            Group(task, tuple(t.result() for t in row), index)
+            for index, (task, row) in enumerate(zip(tasks, running, strict=True))
+        ]
+
+    def _load(self) -> None:
+        if self._litellm is None:
+            os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no price table from the network
+            import litellm
+
+            litellm.suppress_debug_info = True
+            self._litellm = litellm
+
+    async def _episode(self, environment: Environment, task: Task, sample: int) -> Trajectory:
+        episode = environment.open(task, seed=sample)
+        talk, error, end_state = _Talk(list(episode.opening)), "", ""
+        try:
+            termination = await self._turns(episode, talk)
+            end_state = await _on(episode, "finish", episode.end_state)
+        except EngineError as fault:
+            termination, error = Termination.ENGINE_ERROR, str(fault)
+        except ConfigError:
+            raise
+        except Exception as fault:  # an environment's fault ends one episode
+            termination, error = Termination.ENVIRONMENT_ERROR, f"{type(fault).__name__}: {fault}"
+        finally:
+            await _on(episode, "release", episode.close)
+        self.usage[task.id, sample] = Usage(talk.prompt, talk.cached, talk.output, talk.cost)
+        return Trajectory(
+            task, sample, tuple(talk.messages), (), (), (), tuple(talk.steps), termination, talk.first_prompt, 0,
+            sample, end_state=end_state, error=error,
+        )  # fmt: skip
+
+    async def _turns(self, episode: Episode, talk: _Talk) -> Termination:
+        completed = failed = reminded = False
+        for turn in range(1, self.limits.max_turns + 1):
+            try:
+                text = await self._ask(talk, episode)
+            except _Full:
+                return Termination.LENGTH_LIMIT
+            actions = episode.format.parse(text)
+            observation, done = "", False
+            if actions:
+                reminded = False
+                reply: Reply = await _on(episode, "act", episode.step, [a.body for a in actions])
+                observation, done = "\n".join(reply.observations), reply.done
+                completed, failed = reply.completed, reply.failed
+            start = talk.steps[-1].span[1] if talk.steps else 0
+            talk.messages.append(Message("assistant", text))
+            talk.steps.append(Step(turn, (start, talk.output), text, observation, turn))
+            closing = Termination.SUBMITTED if completed and not failed else Termination.GAVE_UP
+            if done:
+                return closing
+            if not actions:
+                episode.idle()
+                malformed = not text.strip() or episode.format.attempted(text)
+                if completed and not malformed:
+                    return closing
+                if reminded:
+                    return Termination.NO_ACTION if malformed else Termination.GAVE_UP
+                reminded, observation = True, episode.format.reminder
+            talk.messages.append(Message("user", observation))
+            # The provider's count of the last request, and of what was added to it since.
+            if talk.prompt - talk.first_prompt + talk.steps[-1].span[1] - start >= self.limits.max_response_tokens:
+                return Termination.LENGTH_LIMIT
+        return Termination.TURN_LIMIT
+
+    async def _ask(self, talk: _Talk, episode: Episode) -> str:
+        """The next turn. What a model writes after its first action was not asked for: it has not seen the answer."""
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.max_retries + 1),
+            wait=tenacity.wait_exponential(multiplier=self.backoff_s, max=60.0),
+            retry=tenacity.retry_if_exception_type(EngineError),
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                response = await self._call(talk)
+        usage = getattr(response, "usage", None)
+        prompt = getattr(usage, "prompt_tokens", None) or 0
+        written = getattr(usage, "completion_tokens", None) or 0
+        talk.cached += talk.prompt
+        talk.prompt, talk.output = max(prompt, talk.prompt), talk.output + written
+        talk.first_prompt = talk.first_prompt or prompt
+        cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
+        talk.cost = None if cost is None or talk.cost is None else talk.cost + cost
+        text = (response.choices[0].message.content or "") if response.choices else ""
+        for stop in episode.format.stop:
+            head, found, _ = text.partition(stop)
+            text = head + found
+        return text
+
+    async def _call(self, talk: _Talk) -> Any:
+        messages = [{"role": m.role, "content": m.content} for m in talk.messages]
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._litellm.acompletion(
+                    model=self.model, messages=messages, timeout=self.timeout_s, max_retries=0, **self._more
+                )
+        except Exception as error:
+            if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
+                raise _Full from None
+            # The provider's text may hold headers and keys: its class and status say enough.
+            status = getattr(error, "status_code", None)
+            what = f"{self.model}: {type(error).__name__}" + (f" (status {status})" if status else "")
+            if status in _CORRECTABLE:
+                raise ConfigError(
+                    f"{what}: check model=, its key, api_base= and temperature= (null sends none)"
+                ) from None
+            raise EngineError(what) from None
+
+
+async def _on(episode: Episode, name: str, otherwise: Any, *arguments: Any) -> Any:
+    """The episode's coroutine where it has one, else its blocking method on a thread."""
+    coroutine = getattr(episode, name, None)
+    if coroutine is not None:
+        return await coroutine(*arguments)
+    return await asyncio.to_thread(otherwise, *arguments)

@@ -1,0 +1,449 @@
+"""AppWorld's real engine on the miniature data: `make test-appworld` (not part of `make test`)."""
+
+# ruff: noqa: E501 - the programs of policies are quoted whole
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from appworld_agent import GOLD, mini, script, wrong
+from test_judge_loopback import Server, server  # noqa: F401 - a fixture
+from test_run import train
+
+from draco.archive import read_table
+from draco.background import BackgroundLoop
+from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
+from draco.env.appworld.environment import AppWorldEpisode, unpack_state
+from draco.env.appworld.faults import WorkerDied
+from draco.env.appworld.inside import server as inside
+from draco.evaluation.metrics import leaderboard, summarise
+from draco.evaluation.records import EvalRecord
+from draco.types import Task
+
+pytestmark = pytest.mark.appworld
+
+ROOT = Path(__file__).parents[1]
+PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))
+DATA = os.environ.get("DRACO_APPWORLD_DATA", str(ROOT / ".appworld-mini"))
+TASKS = sorted(GOLD)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[AppWorldEnvironment]:
+    made = AppWorldEnvironment(PYTHON, DATA)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def unguarded() -> Iterator[AppWorldEnvironment]:
+    """No syntax guard, ours or AppWorld's: what is left is the cage."""
+    made = AppWorldEnvironment(PYTHON, DATA, guard=False, soft_s=20, execute_s=30, memory_mb=400)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Iterator[AppWorldEvaluator]:
+    made = AppWorldEvaluator(PYTHON, DATA)
+    yield made
+    made.close()
+
+
+def task_of(environment: AppWorldEnvironment, task_id: str) -> Task:
+    return next(t for t in environment.tasks("train") if t.id == task_id)
+
+
+def on_loop(coro: Coroutine[Any, Any, Any]) -> Any:
+    return BackgroundLoop.shared().submit(coro).result()
+
+
+async def play(episode: AppWorldEpisode, codes: list[str]) -> tuple[list[str], str]:
+    """What the blocks printed and the end state."""
+    try:
+        seen = []
+        for code in codes:
+            reply = await episode.act([code])
+            seen += reply.observations
+        return seen, await episode.finish()
+    finally:
+        await episode.release()
+
+
+def run(environment: AppWorldEnvironment, task_id: str, *codes: str) -> tuple[list[str], str]:
+    return on_loop(play(environment.open(task_of(environment, task_id), seed=0), list(codes)))
+
+
+# --- right and wrong ---
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_gold_passes_and_wrong_and_idle_fail(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator, task_id: str
+) -> None:
+    task = task_of(environment, task_id)
+    seen, state = run(environment, task_id, GOLD[task_id])
+    assert seen == ["all done"]
+    assert evaluator.evaluate(task, state).success is True
+    for codes in ([wrong(task_id)], ["apis.supervisor.complete_task()"], []):
+        outcome = evaluator.evaluate(task, run(environment, task_id, *codes)[1])
+        assert outcome.success is False, codes
+        assert outcome.detail["failures"]
+    assert task.difficulty == int(task_id[4])
+
+
+def test_an_episode_leaves_no_files_and_no_process(environment: AppWorldEnvironment) -> None:
+    run(environment, TASKS[0], "print(1)")
+    fork_server = environment._pool._servers[0]  # type: ignore[union-attr]
+    assert fork_server is not None
+    assert on_loop(fork_server.request("ping"))["children"] == 0
+    command = Path(f"/proc/{fork_server.pid}/cmdline").read_text().split("\0")
+    stage = Path(json.loads(command[-2])["root"])
+    assert list((stage / "experiments" / "outputs").iterdir()) == []
+
+
+def test_completion_is_no_end_and_failure_is_told(environment: AppWorldEnvironment) -> None:
+    episode = environment.open(task_of(environment, TASKS[0]), seed=0)
+    assert episode.step(["print(1)"]).completed is False
+    reply = episode.step(["apis.supervisor.complete_task(status='fail')"])
+    assert (reply.done, reply.completed, reply.failed) == (False, True, True)
+    reply = episode.step(["x = 5\nprint(x)"])
+    assert reply.observations == ("5",)
+    assert episode.step(["print(x + 1)"]).observations == ("6",)
+    episode.close()
+
+
+def test_tgc_and_sgc_are_appworlds(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator, tmp_path: Path
+) -> None:
+    """One scenario solved, one in part, one not; AppWorld's own `evaluate_tasks` on the same outputs agrees."""
+    solved = {*TASKS[:3], *TASKS[3:5], TASKS[8]}
+    states = {t: run(environment, t, *([GOLD[t]] if t in solved else [wrong(t)]))[1] for t in TASKS}
+    records = []
+    for task in environment.tasks("train"):
+        outcome = evaluator.evaluate(task, states[task.id])
+        records.append(
+            EvalRecord(
+                task.id, task.scenario_id, task.difficulty, 0, outcome.success, "submitted", 2, 0, interactions=1
+            )
+        )
+    ours = leaderboard({"train": summarise(records)})["train"]
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "data").symlink_to(Path(DATA).absolute() / "full" / "data")
+    for task_id, state in states.items():
+        dbs = root / "experiments" / "outputs" / "x" / "tasks" / task_id / "dbs"
+        dbs.mkdir(parents=True)
+        inside.restore(unpack_state(state)["dbs"], dbs, root, task_id)
+    program = (
+        "import json, sys; from appworld.evaluator import Metric, evaluate_tasks\n"
+        f"found = evaluate_tasks({TASKS!r}, 'x', save_reports=False)\n"
+        "report = Metric.build_report(found)\n"
+        "print('RESULT', json.dumps(report))"
+    )
+    said = subprocess.run(
+        [PYTHON, "-c", program], cwd=root, env={"PATH": os.environ["PATH"], "APPWORLD_ROOT": str(root)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    theirs = json.loads(said.split("RESULT", 1)[1])
+    for row, name in enumerate(("all", "level 1", "level 2", "level 3")):
+        for key in ("task_goal_completion", "scenario_goal_completion"):
+            assert ours[name][key] == theirs[key][row], (name, key)
+    assert ours["all"]["task_goal_completion"] == 66.7
+    assert ours["all"]["scenario_goal_completion"] == 33.3
+
+
+# --- what an agent can do to others: nothing ---
+
+HOSTILE = {
+    "endless": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "uninterruptible": "sum(range(10**13))",
+    "fork_bomb": "import os\nwhile True:\n    os.fork()",
+    "threads": "import threading, time\nfor i in range(10**6):\n    threading.Thread(target=time.sleep, args=(9,)).start()",
+    "memory": "hog = []\nwhile True: hog.append(bytearray(10**7))",
+    "interrupt": "raise KeyboardInterrupt",
+    "exit": "raise SystemExit(3)",
+    "hard_exit": "import ctypes\nctypes.string_at(0)",
+    "patched": "import json\njson.dumps = json.loads = lambda *a, **k: 1 / 0",
+    "flood": "while True: print('x' * 1000)",
+    "deep": "def f(): f()\nf()",
+    "disk": "open('/tmp/draco-hostile', 'w').write('x')",
+}
+
+
+def test_nine_tasks_of_six_with_one_of_each_kind_of_trouble(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator
+) -> None:
+    """54 episodes at a time. In each group one is killed from outside and three misbehave; gold passes all the same."""
+
+    async def member(task: Task, sample: int) -> tuple[str, Any]:
+        episode = environment.open(task, seed=sample)
+        trouble = {1: "raise KeyboardInterrupt", 2: "import json\njson.dumps = 1", 3: "def f(): f()\nf()"}.get(sample)
+        try:
+            await episode.act([trouble or "x = 1"])
+            if sample == 4:
+                slot = episode._slot
+                assert slot is not None
+                pids = (await slot.server.request("ping"))["pids"]
+                os.kill(pids[slot.experiment], signal.SIGKILL)
+            await episode.act([GOLD[task.id]])
+            return "played", await episode.finish()
+        except WorkerDied as fault:
+            return "died", fault
+        finally:
+            await episode.release()
+
+    async def everything() -> list[tuple[Task, int, tuple[str, Any]]]:
+        jobs = [(t, s) for t in environment.tasks("train") for s in range(6)]
+        return [
+            (t, s, r) for (t, s), r in zip(jobs, await asyncio.gather(*(member(t, s) for t, s in jobs)), strict=True)
+        ]
+
+    for task, sample, (how, what) in on_loop(everything()):
+        assert how == ("died" if sample == 4 else "played"), (task.id, sample, what)
+        if how == "played":
+            assert evaluator.evaluate(task, what).success is True, (task.id, sample)
+    assert environment._pool is not None
+    assert environment._pool.live == 0
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_without_the_guard_trouble_stays_in_its_episode(
+    unguarded: AppWorldEnvironment, evaluator: AppWorldEvaluator, name: str
+) -> None:
+    """Beside each hostile episode another one works on, before and after."""
+
+    async def both() -> tuple[Any, tuple[list[str], str]]:
+        good = unguarded.open(task_of(unguarded, TASKS[0]), seed=0)
+        bad = unguarded.open(task_of(unguarded, TASKS[0]), seed=1)
+        try:
+            await good.act(["x = 1"])
+            hostile = asyncio.create_task(bad.act([HOSTILE[name]]))
+            await good.act(["print(x)"])
+            reply = await hostile
+            state = await bad.finish()
+            seen = (await good.act([GOLD[TASKS[0]]])).observations
+            return (reply, state), (list(seen), await good.finish())
+        finally:
+            await good.release()
+            await bad.release()
+
+    (reply, state), (seen, good_state) = on_loop(both())
+    assert seen == ["all done"]
+    task = task_of(unguarded, TASKS[0])
+    assert evaluator.evaluate(task, good_state).success is True
+    assert evaluator.evaluate(task, state).success is False  # and what the hostile one left can be scored
+    (shown,) = reply.observations
+    if name != "endless":  # AppWorld's own alarm may or may not get through its handler; the deadline does
+        assert reply.done is (name in {"uninterruptible", "hard_exit"}), shown
+    if name in {"fork_bomb", "disk"}:
+        assert "Permission" in shown or "not permitted" in shown
+    assert not Path("/tmp/draco-hostile").exists()
+
+
+# --- answers are out of reach ---
+
+
+def routes(full: str) -> dict[str, str]:
+    """Ways to the answers that a reading of the engine suggests; where they lie (`full`) is even given away."""
+    truth = f"{full}/tasks/mini1aa_1/ground_truth"
+    return {
+        "open": f"print(open('{truth}/answer.json').read())",
+        "pathlib": f"import pathlib\nprint(pathlib.Path('{truth}/evaluation.py').read_text())",
+        "listdir": f"import os\nprint(os.listdir('{full}/tasks'))",
+        "walk": "import os\nprint([f for d, _, fs in os.walk('/') for f in fs if f in ('answer.json', 'test_data.json')][:9])",
+        "engine": "import appworld\nfrom appworld.task import Task\nprint(Task.load('mini1aa_1', load_ground_truth=True).ground_truth)",
+        "root": f"import appworld\nappworld.update_root('{full}/..')\nfrom appworld.ground_truth import GroundTruth\n"
+        "print(GroundTruth.load('mini1aa_1').answer)",
+        "evaluate": "import appworld\nprint(appworld.evaluator.evaluate_task('mini1aa_1', 'x'))",
+        "subprocess": f"import subprocess\nprint(subprocess.run(['cat', '{truth}/answer.json'], capture_output=True))",
+        "system": f"get_ipython().system('cat {truth}/answer.json')",
+        "magic": f"print(get_ipython().run_line_magic('sx', 'cat {truth}/answer.json'))",
+        "exec": f"import os\nos.execv('/bin/cat', ['cat', '{truth}/answer.json'])",
+        "socket": "import socket\ns = socket.create_connection(('127.0.0.1', 80), 2)\nprint('connected')",
+        "unix_socket": "import socket\nprint('connected', socket.socket(socket.AF_UNIX))",
+        "sqlite": f"import sqlite3\nc = sqlite3.connect('{full}/base_dbs/admin.db')\nprint(c.execute('select * from main_users').fetchall())",
+        "sqlite_attach": "import sqlite3\nc = sqlite3.connect(':memory:')\n"
+        f"c.execute(\"attach '{full}/base_dbs/admin.db' as x\")\nprint(c.execute('select * from x.main_users').fetchall())",
+        "libc": f"import ctypes\nl = ctypes.CDLL(None)\nprint('descriptor', l.open(b'{truth}/answer.json', 0))",
+        "symlink": f"import os\nos.symlink('{truth}', 'link')\nprint(open('link/answer.json').read())",
+        "parent": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read())",
+        "cmdline": "import os\nprint(open(f'/proc/{os.getppid()}/cmdline').read())",
+        "ptrace": "import ctypes, os\nprint('ptrace', ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0))",
+        "kill": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint('killed')",
+        "dunder": f"print([c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileLoader'][0]('x', '{truth}/evaluation.py').get_data('{truth}/evaluation.py'))",
+        "import": f"print(__import__('pathlib').Path('{truth}/answer.json').read_text())",
+        "builtins": f"import builtins\nprint(builtins.open('{truth}/answer.json').read())",
+        "module": f"import uuid\nprint(uuid.os.listdir('{truth}'))",
+        "admin": "print(requester.request('admin', 'show_main_users'))",
+        "neighbour": "import os\nprint('neighbours', os.listdir('..') and [open(p).read() for p in os.listdir('.')])",
+    }
+
+
+FULL = str(Path(DATA).absolute() / "full" / "data")
+
+
+@pytest.mark.parametrize("name", sorted(routes("")))
+def test_no_route_leads_to_an_answer(environment: AppWorldEnvironment, name: str) -> None:
+    """With the guard: refused in words, or an error."""
+    seen, _ = run(environment, TASKS[0], routes(FULL)[name], "print('still here')")
+    assert seen[0].startswith(("Execution refused", "Execution failed", "Syntax")), seen[0]
+    assert seen[1] == "still here"
+
+
+@pytest.mark.parametrize("name", sorted(routes("")))
+def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldEnvironment, name: str) -> None:
+    """Without it the kernel says no: whatever an agent finds in Python, the files are not there for it."""
+    seen, _ = run(unguarded, TASKS[0], routes(FULL)[name])
+    shown = seen[0]
+    for canary in ("no_op_fail", "def evaluate", "answer.json'", "test_data.json", "connected", "killed", "nora.quill"):
+        assert canary not in shown.split("Traceback")[0], shown
+    if not shown.startswith("Execution failed"):
+        assert any(word in shown for word in ("descriptor -1", "ptrace -1", "Execution successful", "[]")) or (
+            "not permitted" in shown or "denied" in shown
+        ), shown
+
+
+def test_the_evaluator_is_another_process_that_the_rollouts_cannot_see(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator
+) -> None:
+    run(environment, TASKS[0], "print(1)")
+    rollouts = environment._pool._servers[0]  # type: ignore[union-attr]
+    assert rollouts is not None
+    assert "full" not in Path(f"/proc/{rollouts.pid}/cmdline").read_text()
+    assert not hasattr(environment, "evaluate")
+    assert not list((Path(DATA) / "rollout").rglob("ground_truth"))
+
+
+def test_a_killed_server_takes_its_children_with_it() -> None:
+    environment = AppWorldEnvironment(PYTHON, DATA)
+    episode = environment.open(task_of(environment, TASKS[0]), seed=0)
+    episode.step(["x = 1"])
+    slot = episode._slot
+    assert slot is not None
+    pid = on_loop(slot.server.request("ping"))["pids"][slot.experiment]
+    os.kill(slot.server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        episode.step(["x = 2"])
+    episode.close()
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the episode's process outlived its server")
+    environment.close()
+
+
+# --- training and evaluating ---
+
+
+def judged(n: int, body: dict[str, Any]) -> tuple[int, str]:
+    """A loopback judge that reads: did the attempt do more than complete?"""
+    phase = body["response_format"]["json_schema"]["name"]
+    text = body["messages"][-1]["content"]
+    row = {
+        "title": "Performs required actions",
+        "description": "d",
+        "evaluator_instruction": "i",
+        "grounding_references": [],
+    }
+    if phase in ("propose_task", "merge"):
+        return 200, json.dumps({"criteria": [row]})
+    if phase == "propose_rollout":
+        return 200, json.dumps({"criteria": []})
+    score = 1 if "def solution" in text else -1
+    if phase == "score":
+        verdict = {"title": row["title"], "evidence": "e", "justification": "j", "score": score}
+        return 200, json.dumps({"verdicts": [verdict]})
+    given = {"title": row["title"], "explanation": "x", "verdict": score, "relevant_steps": [2]}
+    return 200, json.dumps({"attributions": [given]})
+
+
+OPTIONS = (
+    "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "engine._target_=appworld_agent.ScriptedCoder",
+    "limits.max_prompt_tokens=12000", "limits.max_response_tokens=12000", "limits.max_turn_tokens=0", "policy.rank=2",
+)  # fmt: skip
+
+
+def test_one_training_step_and_its_evaluation(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import evaluate
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
+    server.answer = judged
+    run = tmp_path / "run"
+    summary = train(
+        *OPTIONS, "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
+        f"judge.api_base=http://127.0.0.1:{server.server_address[1]}/v1", "tasks_per_step=3", "group_size=2",
+        "eval.before=false", "eval.tasks=2", f"run={run}", "checkpoint.check_disk=false",
+    )  # fmt: skip
+    assert summary["final_success"] == 1.0
+    trajectories = read_table(run, "trajectories", [0]).to_pylist()
+    assert [t["termination"] for t in trajectories] == ["submitted"] * 6
+    assert all(t["end_state"] for t in trajectories)
+    verdicts = read_table(run, "verdicts", [0]).to_pylist()
+    assert sorted(v["score"] for v in verdicts) == [-1, -1, -1, 1, 1, 1]
+    assert all(list(v["cited_steps"]) == [2] for v in verdicts)
+    credits = read_table(run, "credits", [0]).to_pylist()
+    assert len(credits) == 6
+    calls = read_table(run, "judge_calls", [0]).to_pylist()
+    assert {c["phase"] for c in calls} == {"propose_task", "propose_rollout", "merge", "score", "attribute"}
+    assert "does not end the episode" in str(calls[0])  # the environment's caveats reach every judge prompt
+    success = (run / "train_success.csv").read_text().splitlines()[1:]
+    assert sorted(line.split(",")[3] for line in success) == ["0", "0", "0", "1", "1", "1"]
+
+    evaluate.main([f"run={run}", "env=appworld", "split=test_normal", "n=2", "checkpoints=1", "prices=1,0.1,4"])
+    found = json.loads((run / "evaluations" / "test_normal-step=000001-n2.json").read_text())
+    assert found["tgc_pass_hat"] == [0.5, 0.0]
+    assert found["tgc_by_difficulty"] == {"1": 0.5, "2": 0.5, "3": 0.5}
+    assert found["cost_usd"] > 0
+    board = json.loads((run / "evaluations" / "leaderboard.json").read_text())
+    assert board["test_normal"]["level 3"] == {
+        "task_goal_completion": 50.0, "scenario_goal_completion": 50.0, "interactions": 2.0,
+    }  # fmt: skip
+    assert "level 2: 50.0%" in capsys.readouterr().out
+
+
+def test_any_model_behind_an_api_plays_on_the_same_harness(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import evaluate
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
+
+    def agent(n: int, body: dict[str, Any]) -> tuple[int, str]:
+        asked = body["messages"][1]["content"].split("Task: ")[1]
+        who = body["messages"][1]["content"].split("supervisor, ")[1].split(" (")[0]
+        task_id = next(
+            s["id"] for s in mini.scenarios()
+            if s["instruction"] == asked and " ".join(s["supervisor"][:2]) == who
+        )  # fmt: skip
+        return 200, script(task_id, 0)[sum(m["role"] == "assistant" for m in body["messages"])] + "and more"
+
+    server.answer = agent
+    evaluate.main([
+        "policy=litellm", "model=openai/gpt-4o-mini", f"api_base=http://127.0.0.1:{server.server_address[1]}/v1",
+        "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "split=test_normal", "tasks=3", f"out={tmp_path}",
+    ])  # fmt: skip
+    found = json.loads((tmp_path / "test_normal-api-n1.json").read_text())
+    assert found["tgc"] == 1.0
+    assert found["terminations"] == {"submitted": 1.0}
+    assert (found["turns"], found["interactions"]) == (3.0, 2.0)
+    assert found["cost_usd"] > 0
+    assert "sk-canary" not in json.dumps(found)

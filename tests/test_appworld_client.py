@@ -1,0 +1,489 @@
+"""AppWorld without AppWorld: protocol faults against a pretending server, the guard, prompts, roots, configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_config import configuration
+
+from draco.agent import Limits, Rollout
+from draco.chat import ChatFormat
+from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
+from draco.env.appworld.client import ForkServer, ServerOptions
+from draco.env.appworld.environment import pack_state, unpack_state
+from draco.env.appworld.faults import (
+    AppWorldFault,
+    EngineFailed,
+    PoolBusy,
+    ProtocolBroken,
+    StartFailed,
+    TooSlow,
+    UnknownEpisode,
+    UnknownTask,
+    WorkerDied,
+)  # fmt: skip
+from draco.env.appworld.inside import guard, roots
+from draco.env.appworld.pool import Pool
+from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
+from draco.env.base import CODE
+from draco.errors import ConfigError, EnvironmentFault
+from draco.policy import Policy
+from draco.types import Task, Termination
+
+FAKE = str(Path(__file__).parent / "appworld_fake.py")
+INSIDE = Path(roots.__file__).parent
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two data roots with one task."""
+    source = tmp_path / "source"
+    for folder in ("tasks/s1_1/ground_truth", "datasets", "base_dbs", "api_docs"):
+        (source / "data" / folder).mkdir(parents=True)
+    who = {"first_name": "Nora", "last_name": "Quill", "email": "n@example.com", "phone_number": "555"}
+    specs = {"instruction": "Count my notes.", "supervisor": who, "datetime": "2023-05-18T12:00:00"}
+    (source / "data/tasks/s1_1/specs.json").write_text(json.dumps(specs))
+    (source / "data/tasks/s1_1/ground_truth/answer.json").write_text('"canary-answer"')
+    (source / "data/tasks/s1_1/ground_truth/metadata.json").write_text('{"difficulty": 3}')
+    (source / "data/datasets/train.txt").write_text("s1_1\n")
+    assert roots.build(source, tmp_path / "aw") == {"train": 1}
+    return tmp_path / "aw"
+
+
+@pytest.fixture
+def environment(data: Path) -> Iterator[AppWorldEnvironment]:
+    environment = AppWorldEnvironment(sys.executable, str(data), server=FAKE, places=2, queue_s=0.1)
+    yield environment
+    environment.close()
+
+
+def options(**more: Any) -> ServerOptions:
+    return replace(ServerOptions(sys.executable, "/tmp", "rollout", server=FAKE), **more)
+
+
+def with_pool(body: Callable[[Pool], Awaitable[Any]], **more: Any) -> Any:
+    async def run() -> Any:
+        pool = Pool(options(), **more)
+        try:
+            return await body(pool)
+        finally:
+            await pool.stop()
+
+    return asyncio.run(run())
+
+
+# --- faults: the agent's become observations, the others are typed ---
+
+
+@pytest.mark.parametrize(
+    ("code", "mistake", "words"),
+    [
+        ("slow", "deadline", "ran longer than 90 s and was stopped for good"),
+        ("die SIGSEGV", "crashed", "ended its own process (SIGSEGV)"),
+        ("die SIGXCPU", "crashed", "SIGXCPU"),
+    ],
+)
+def test_what_the_agent_does_to_its_process_is_an_observation(code: str, mistake: str, words: str) -> None:
+    async def body(pool: Pool) -> None:
+        slot = await pool.open("s1_1")
+        await pool.execute(slot, "complete")
+        done = await pool.execute(slot, code)
+        assert (done.mistake, done.over, done.completed) == (mistake, True, True)
+        assert words in done.output
+        await pool.close(slot)
+
+    with_pool(body)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("die SIGKILL", WorkerDied), ("engine", EngineFailed), ("garbage", ProtocolBroken), ("hangup", WorkerDied)],
+)
+def test_what_it_does_not_do_is_a_typed_fault(code: str, error: type[AppWorldFault]) -> None:
+    async def body(pool: Pool) -> None:
+        slot = await pool.open("s1_1")
+        with pytest.raises(error):
+            await pool.execute(slot, code)
+        await pool.close(slot)
+        assert pool.live == 0
+        slot = await pool.open("s1_1")  # the pool goes on, with a new server where the old one hung up
+        assert (await pool.execute(slot, "ok 1")).output == "ran 1"
+        assert pool.restarts == (code == "hangup")
+
+    with_pool(body)
+    assert issubclass(error, EnvironmentFault)
+
+
+@pytest.mark.parametrize(("task", "error"), [("nothere_1", UnknownTask), ("slow_1", TooSlow)])
+def test_a_task_that_cannot_be_opened_gives_its_place_back(task: str, error: type[AppWorldFault]) -> None:
+    async def body(pool: Pool) -> None:
+        for _ in range(3):
+            with pytest.raises(error):
+                await pool.open(task)
+        await pool.open("s1_1")
+        assert pool.live == 1
+
+    with_pool(body, places=1)
+
+
+def test_back_pressure_waits_in_order_and_gives_up_in_words() -> None:
+    async def body(pool: Pool) -> None:
+        first = await pool.open("s1_1")
+        waiting = [asyncio.create_task(pool.open("s1_1")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert not any(w.done() for w in waiting)
+        await pool.close(first)
+        await pool.close(first)  # twice is once
+        second = await waiting[0]
+        with pytest.raises(PoolBusy, match=r"1 episodes are open; raise env\.places"):
+            await waiting[1]
+        with pytest.raises(UnknownEpisode):
+            await pool.execute(first, "ok")
+        await pool.close(second)
+        assert pool.live == 0
+
+    with_pool(body, places=1, queue_s=0.3)
+
+
+def test_one_dead_server_takes_no_other_with_it() -> None:
+    async def body(pool: Pool) -> None:
+        a, b = await pool.open("s1_1"), await pool.open("s1_1")
+        assert a.server is not b.server
+        with pytest.raises(WorkerDied):
+            await pool.execute(a, "hangup")
+        assert (await pool.execute(b, "ok b")).output == "ran b"
+
+    with_pool(body, servers=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"python": "/no/such/python"}, "could not be started"),
+        ({"max_output": 1}, "no appworld here"),
+        ({"server": str(Path(FAKE).parent / "none.py")}, "did not start"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why(change: dict[str, Any], words: str) -> None:
+    async def run() -> None:
+        server = ForkServer(options(**change))
+        with pytest.raises(StartFailed, match=words):
+            await server.start()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_worker_inherits_no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary")
+    spy = tmp_path / "spy.py"
+    spy.write_text("import os, sys\nsys.exit('ENV ' + ' '.join(sorted(os.environ)))")
+
+    async def run() -> None:
+        with pytest.raises(StartFailed) as caught:
+            await ForkServer(options(server=str(spy))).start()
+        assert "APPWORLD_ROOT" in str(caught.value)
+        assert "OPENAI_API_KEY" not in str(caught.value)
+
+    asyncio.run(run())
+
+
+# --- as an environment ---
+
+
+def played(environment: AppWorldEnvironment, chat: ChatFormat, turns: list[str], **limits: Any) -> Rollout:
+    from conftest import rollout_of
+
+    (task,) = environment.tasks("train")
+    return rollout_of(chat, turns, limits=Limits(**limits), episode=environment.open(task, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("turns", "termination"),
+    [
+        (["<code>ok 1</code>", "<code>complete</code>", "Done."], Termination.SUBMITTED),
+        (["<code>fail</code>", "It cannot be done."], Termination.GAVE_UP),
+        (["I would rather not.", "No."], Termination.GAVE_UP),
+        (["<code>slow</code>"], Termination.GAVE_UP),
+        (["<code>die SIGKILL</code>"], Termination.ENVIRONMENT_ERROR),
+        (["<code>engine</code>"], Termination.ENVIRONMENT_ERROR),
+        (["<code>complete</code>", "<code>ok 2</code>"], Termination.TURN_LIMIT),
+    ],
+)
+def test_terminations(
+    environment: AppWorldEnvironment, chat: ChatFormat, turns: list[str], termination: Termination
+) -> None:
+    rollout = played(environment, chat, turns, max_turns=max(len(turns), 2))
+    assert rollout.termination == termination
+    assert environment._pool is None or environment._pool.live == 0
+    trajectory = rollout.trajectory()
+    if not termination.quarantined:
+        assert unpack_state(trajectory.end_state)["task"] == "s1_1"
+
+
+def test_an_episode_without_actions_needs_no_process(environment: AppWorldEnvironment) -> None:
+    (task,) = environment.tasks("train")
+    episodes = [environment.open(task, seed=i) for i in range(50)]  # more than places
+    states = [unpack_state(e.end_state()) for e in episodes]
+    for episode in episodes:
+        episode.close()
+    assert states[0] == {"task": "s1_1", "dbs": {"changes": {}, "hashes": None}}
+    assert environment._pool is None
+
+
+def test_tasks_say_what_is_asked_and_no_answer(environment: AppWorldEnvironment, data: Path) -> None:
+    (task,) = environment.tasks("train")
+    assert (task.scenario_id, task.difficulty, task.instruction) == ("s1", 3, "Count my notes.")
+    assert not list((data / "rollout").rglob("ground_truth"))
+    assert "canary-answer" not in repr(task)
+    assert (data / "full").stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigError, match="no split 'dev'; expected one of train"):
+        environment.tasks("dev")
+
+
+def test_evaluating_checks_whose_end_state_it_is(data: Path) -> None:
+    evaluator = AppWorldEvaluator(sys.executable, str(data), server=FAKE)
+    task = Task("s1_1", "", "train", "s1")
+    assert evaluator.evaluate(task, pack_state({"task": "s1_1", "dbs": {}})).success is True
+    with pytest.raises(ValueError, match="of task 's2_1', not of 's1_1'"):
+        evaluator.evaluate(task, pack_state({"task": "s2_1", "dbs": {}}))
+    with pytest.raises(ValueError, match="no end state of AppWorld"):
+        evaluator.evaluate(task, "nonsense")
+    evaluator.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": "/nowhere"}, "no AppWorld data there; run scripts/setup_appworld.sh"),
+        ({"isolation": "none"}, "expected strict or auto"),
+        ({"soft_s": 100}, "must be more than env.soft_s"),
+        ({"places": 0}, "places ≥ 1"),
+        ({"python": "/no/such/python"}, "no interpreter there; run scripts/setup_appworld.sh"),
+    ],
+)
+def test_bad_options_are_named_at_once(data: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AppWorldEnvironment(**{"python": sys.executable, "data": str(data), **change})
+
+
+def test_a_machine_without_a_cage_is_refused_at_once(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("draco.env.appworld.inside.cage.available", lambda: ["limits", "seccomp"])
+    with pytest.raises(ConfigError, match=r"has no landlock, .* env\.isolation=auto"):
+        AppWorldEnvironment(sys.executable, str(data))
+    AppWorldEnvironment(sys.executable, str(data), isolation="auto")
+    assert "without landlock" in caplog.text
+
+
+def test_an_opening_that_is_cancelled_leaves_no_episode_behind() -> None:
+    async def body(pool: Pool) -> None:
+        first = await pool.open("s1_1")
+        opening = asyncio.create_task(pool.open("silent_1"))
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await asyncio.gather(*pool._tidying)
+        assert (await first.server.request("ping"))["children"] == 1
+        assert pool.live == 1
+
+    with_pool(body)
+
+
+def test_roots_refuse_what_appworld_cannot_use(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        roots.build(tmp_path, tmp_path / "memory" / "x")
+    with pytest.raises(FileNotFoundError, match="holds no tasks/"):
+        roots.build(tmp_path, tmp_path / "x")
+
+
+# --- the guard: words for the agent ---
+
+REFUSED = r"""
+import os
+import appworld
+import pathlib
+from pathlib import Path
+import socket
+import subprocess
+import sys
+import json.codecs
+from json import codecs
+from random import _os
+import builtins
+__import__("os")
+open("data/tasks")
+eval("1")
+exec("1")
+print(globals())
+().__class__.__base__.__subclasses__()
+apis.venmo.login.__closure__
+json.codecs.open("x")
+random._os.listdir(".")
+uuid.os.listdir(".")
+getattr(json, "cod" + "ecs")
+g = getattr; g(json, "codecs")
+list(map(getattr, [json], ["codecs"]))
+getattr(json, "__dict__")
+requester.request("admin", "x")
+ApiCollection.load()
+get_ipython().system("ls")
+(lambda: 0).__code__
+match json:\n  case object(__class__=c): pass
+f"{json.__loader__}"
+def apis(): pass
+operator.attrgetter("__class__")(json)
+global __builtins__
+try:\n  1/0\nexcept Exception as e:\n  e.__traceback__.tb_frame.f_globals
+""".strip().splitlines()
+ALLOWED = r"""
+print(apis.supervisor.show_profile())
+import json, re, datetime
+from collections import Counter, defaultdict
+from datetime import datetime, timedelta
+class A:\n  def __init__(self): self.x = 1
+print(type(3).__name__)
+getattr(json, "dumps")({})
+x = {"open": 1}; x["open"]
+def f(:
+from collections.abc import Iterator
+re.compile("x").findall("xx")
+pendulum.now().add(days=1)
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_refused(code: str) -> None:
+    assert guard.refusal(code.replace("\\n", "\n")), code
+
+
+@pytest.mark.parametrize("code", ALLOWED)
+def test_allowed(code: str) -> None:
+    assert guard.refusal(code.replace("\\n", "\n")) == ""
+
+
+@given(st.text())
+def test_the_guard_answers_whatever_it_is_given(code: str) -> None:
+    assert isinstance(guard.refusal(code), str)
+
+
+def test_the_guard_survives_monsters() -> None:
+    for code in ("(" * 100_000, "-" * 100_000 + "1", "x" + ".a" * 50_000, "[" * 5000 + "]" * 5000):
+        assert isinstance(guard.refusal(code), str)
+
+
+# --- prompt ---
+
+
+@given(st.lists(st.text(alphabet="ab \u00e9\u4e2d1", max_size=60), max_size=80), st.integers(60, 200))
+def test_a_cut_observation_keeps_whole_lines_and_the_limit(lines: list[str], limit: int) -> None:
+    text, count = "\n".join(lines), TokenCounter()
+    shown = cut(text, limit, count)
+    if count(text) <= limit:
+        assert shown == text
+        return
+    assert count(shown) <= limit
+    *kept, note = shown.split("\n")
+    assert note.startswith("[output cut here: ")
+    assert text.startswith("\n".join(kept))
+
+
+def test_one_endless_line_is_cut_inside() -> None:
+    shown = cut("x" * 10**6, 100, TokenCounter())
+    assert shown.endswith("[output cut here: 0 of 1 lines shown, limit 100 tokens]")
+    assert len(shown) < 1000
+
+
+def test_tokens_are_the_policys(policy: Policy) -> None:
+    count = TokenCounter("pkg://draco.policies.tiny")
+    assert count("read all pages") == len(policy.tokenizer("read all pages", add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_prompt_says_how_and_fits(environment: AppWorldEnvironment, thinking: bool) -> None:
+    (task,) = environment.tasks("train")
+    system, user = opening(task, thinking=thinking)
+    assert ("think first" in system.content) is thinking
+    assert "{how}" not in system.content
+    for needed in ("<code>", "api_docs", "supervisor", "complete_task"):
+        assert needed in system.content
+    for fact in ("Nora Quill", "n@example.com", "555", "2023-05-18 12:00:00", "Count my notes."):
+        assert fact in user.content
+    assert TokenCounter()(system.content) + TokenCounter()(user.content) < 4096
+
+
+def test_judges_are_told_about_the_environment(environment: AppWorldEnvironment) -> None:
+    text = " ".join(environment.caveats)
+    assert environment.caveats == CAVEATS
+    for needed in ("does not end the episode", "short closing turn", "<code>"):
+        assert needed in text
+
+
+# --- configurations and scripts ---
+
+
+@pytest.mark.parametrize("experiment", ["appworld_qwen36_27b", "appworld_qwen25_32b"])
+@pytest.mark.parametrize(
+    ("rubric", "credit"),
+    [("static", "uniform"), ("static", "step"), ("dynamic", "uniform"), ("dynamic", "step"), ("outcome", "uniform"),
+     ("random", "uniform")],
+)  # fmt: skip
+def test_the_papers_runs_compose(experiment: str, rubric: str, credit: str) -> None:
+    config = configuration(f"experiment={experiment}", f"rubric={rubric}", f"credit={credit}", "run=x")
+    assert (config.rubric.name, config.credit.name, config.env.name) == (rubric, credit, "appworld")
+    assert (config.tasks_per_step, config.group_size, config.lr, config.loss.kl_coef) == (16, 6, 5e-5, 0.01)
+    assert (config.limits.max_turns, config.limits.max_prompt_tokens, config.limits.max_response_tokens) == (
+        50, 4096, 24576,
+    )  # fmt: skip
+    assert (config.policy.rank, config.policy.alpha, config.policy.dropout) == (16, 32, 0.0)
+    assert config.steps == (100 if "36" in experiment else 75)
+    assert config.engine.env_threads == 32
+    if rubric == "static":
+        assert config.rubric.stage.criteria == "appworld"
+
+
+def test_desk_keeps_its_own_settings() -> None:
+    config = configuration("rubric=static", "run=x")
+    assert (config.rubric.stage.criteria, config.engine.env_threads) == ("desk", 0)
+
+
+def test_the_setup_script_explains_itself_and_refuses_nonsense(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "setup_appworld.sh"
+    said = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--data download" in said
+    assert "set -euo" not in said
+    wrong = subprocess.run([script, "--dta", "mini"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, "unknown argument --dta" in wrong.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("program", sorted(INSIDE.glob("*.py")))
+def test_what_runs_inside_appworld_imports_nothing_of_draco(program: Path) -> None:
+    assert "import draco" not in program.read_text()
+    assert "from draco" not in program.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "bodies"),
+    [
+        ("<think>maybe <code>a</code></think><code>b</code>", ["b"]),
+        ("maybe <code>a</code></think>\n\n<code>b</code>", ["b"]),  # the template had opened <think> already
+        ("no thought <code>a</code>", ["a"]),
+        ("<code>a</code> <think>then</think>", ["a"]),
+        ("<code>print('</think>')</code>", ["print('</think>')"]),
+    ],
+)
+def test_what_is_thought_is_not_run(text: str, bodies: list[str]) -> None:
+    spans = CODE.parse(text)
+    assert [s.body for s in spans] == bodies
+    assert all(text[s.start : s.stop] == f"<code>{s.body}</code>" for s in spans)
