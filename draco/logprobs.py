@@ -230,7 +230,7 @@ def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     if hasattr(head, "base_layer") or hasattr(head, "original_module"):
         raise ConfigError(
             f"the output head of {name} carries an adapter, which the chunked log-probabilities would skip: take "
-            "'lm_head' out of policy.lora.target_modules (and out of modules_to_save)"
+            "'lm_head' out of policy.targets (and out of modules_to_save)"
         )
     text = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
     for field, unchanged in _LOGIT_TRANSFORMS:

@@ -232,7 +232,7 @@ def test_positions_and_padding_reach_the_model() -> None:
 
 def test_an_adapter_on_the_head_is_refused() -> None:
     ids = torch.zeros((1, 3), dtype=torch.int64)
-    with pytest.raises(ConfigError, match=r"carries an adapter.*target_modules"):
+    with pytest.raises(ConfigError, match=r"carries an adapter.*policy\.targets"):
         hidden_states(adapted(llama(), ["q_proj", "lm_head"]), ids)
     with pytest.raises(ConfigError, match=r"carries an adapter.*modules_to_save"):
         hidden_states(adapted(llama(), ["q_proj"], modules_to_save=["lm_head"]), ids)
