@@ -383,12 +383,20 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(number: int, status: 
 
 
 @pytest.mark.parametrize(
-    ("argument", "code", "message"), [("rubric=nonsense", 1, "dynamic"), ("group_size=1", 2, "error: group_size is 1")]
+    ("argument", "code", "message"),
+    [
+        ("rubric=nonsense", 2, "dynamic"),
+        ("loss.klcoef=1", 2, "did you mean loss.kl_coef?"),
+        ("steps=", 2, "error: steps is ''"),
+        (f"run={__file__}", 2, "test_run.py cannot be made: File exists"),
+    ],
 )
 def test_bad_input_is_one_message_and_a_status(argument: str, code: int, message: str, tmp_path: Path) -> None:
-    printed = shell(argument, f"run={tmp_path / 'run'}", code=code)
+    where = [] if argument.startswith("run=") else [f"run={tmp_path / 'run'}"]
+    printed = shell(argument, *where, code=code)
     assert message in printed
     assert "Traceback" not in printed
+    assert len(printed.strip().splitlines()) == 1
 
 
 BAD = [
@@ -412,6 +420,28 @@ def test_bad_input_is_named_before_any_rollout(argument: str, message: str, tmp_
         train(*rubric, argument, f"run={tmp_path / 'run'}")
     assert not (tmp_path / "run" / "archive").exists()
     assert not (tmp_path / "run" / "evaluation_before.json").exists()
+
+
+def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == os.environ['INTERRUPT_AT']:\n"
+        "            os.environ['INTERRUPT_AT'] = ''\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+    )
+    for module in ("hydra", "draco.sweep", "lightning"):
+        env = {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module}
+        printed = shell(f"run={tmp_path / 'run'}", code=130, env=env)
+        assert printed == "interrupted before the run began\n"
+
+
+def test_hydras_callback_imports_nothing_heavy() -> None:
+    heavy = "import sys, draco.sweep; print([m for m in ('torch', 'lightning') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout == "[]\n"
 
 
 def test_the_example_environment_trains(tmp_path: Path) -> None:

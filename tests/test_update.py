@@ -243,7 +243,7 @@ def test_the_reference_is_what_the_config_says(new_policy: Callable[[], Policy],
 def test_bad_options_are_named(tmp_path: Path) -> None:
     for options, message in (
         ({"aggregation": "mean"}, "loss.aggregation is 'mean'; expected token_mean, sequence_mean or constant_length"),
-        ({"aggregation": "constant_length"}, "loss.constant_length is None"),
+        ({"aggregation": "constant_length"}, "loss.constant_length is null; expected an integer ≥ 1"),
         ({"tis_cap": 0.0}, "loss.tis_cap is 0.0"),
         ({"clip_low": 1.0}, "loss.clip_low is 1.0; expected a number below 1"),
         ({"kl_coef": -1.0}, "loss.kl_coef is -1.0; expected a number ≥ 0"),
