@@ -170,7 +170,7 @@ def _check_optimizer(module: GRPOModule) -> None:
 
 
 def _judged(config: DictConfig) -> bool:
-    return "judge" in config.rubric.stage
+    return "judge" in (config.rubric.stage or ())
 
 
 def select_tasks(

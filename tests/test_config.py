@@ -19,7 +19,7 @@ from draco.choices import explained, refuse_unread
 from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, StageError
 from draco.module import GRPOModule, LossOptions
-from draco.run import _check_optimizer, build, check, train
+from draco.run import _check_optimizer, build, check, select_tasks, train
 from draco.runfolder import prepare, redacted, resume_config
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -174,6 +174,29 @@ def test_a_stage_that_is_no_stage_is_named() -> None:
     config.credit.stage = {"_target_": "callbacks.health.Health"}
     with pytest.raises(StageError, match="exactly one CreditStage"):
         build_with(config)
+
+
+def test_a_stage_set_to_null_is_missing() -> None:
+    with pytest.raises(StageError, match="exactly one RubricStage among the callbacks, found no") as caught:
+        build_with(configuration("rubric.stage=null", "judge=litellm"))
+    assert "NoneType" not in str(caught.value)
+
+
+def test_options_that_messages_name_can_be_set() -> None:
+    config = configuration("policy.chat_template=x.jinja", "trainer.strategy=ddp", "policy.targets=all-linear")
+    assert (config.policy.chat_template, config.trainer.strategy) == ("x.jinja", "ddp")
+
+
+def test_overlong_prompts_are_counted_and_the_first_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Lengths:
+        def prompt_tokens(self, opening: Any) -> int:
+            return 10
+
+    with pytest.raises(ConfigError, match="raise the limit"):
+        select_tasks(DeskEnvironment(), Lengths(), "train", None, 5)  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(" and 85 more")
+    assert len(record.getMessage()) < 250
 
 
 def build_with(config: DictConfig) -> Any:

@@ -473,6 +473,18 @@ def test_a_sweep_survives_a_failed_job_and_ends_with_a_table(tmp_path: Path) -> 
     assert not (ROOT / "outputs").exists()
 
 
+@pytest.mark.parametrize(("options", "group"), [((), "big"), (("logger.wandb.group=mine",), "mine")])
+def test_a_sweep_is_one_wandb_group(
+    options: tuple[str, ...], group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("draco.run.train", lambda config, started: seen.append(config.logger.wandb.group))
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("train", ["logger=wandb", *options])
+    _job(config, [], str(tmp_path / "big" / "0-dynamic-step-s0"), sweeping=True)
+    assert seen == [group]
+
+
 def test_wandb_offline_stays_in_the_run_folder(tmp_path: Path) -> None:
     run = tmp_path / "wandb_run"
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": ""}
