@@ -18,7 +18,6 @@ import numpy as np
 from draco.chat import ChatFormat
 from draco.checks import number, whole
 from draco.env.base import ActionSpan, Episode
-from draco.errors import ConfigError
 from draco.types import Message, Step, Task, Termination, Trajectory
 
 __all__ = ["STEP_KINDS", "Limits", "Rollout", "sampling_seed"]

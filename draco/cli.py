@@ -80,6 +80,9 @@ def _main(config: DictConfig) -> dict[str, Any]:
             raise ConfigError(one_line(error)) from error
     except DracoError as error:
         _say(str(error))
+        if isinstance(error, ConfigError):
+            with contextlib.suppress(OSError):
+                os.rmdir(hydra_config.runtime.output_dir)  # made by Hydra, and nothing came to be in it
         if sweeping:  # Hydra would end a sweep at an exception, and without the table
             return {"error": str(error)}
         sys.exit(2 if isinstance(error, ConfigError) else 3)

@@ -179,7 +179,8 @@ def wandb_logger(
     Args:
         run: run folder.
         project, group: as in W&B; a sweep is a group.
-        mode: online | offline | disabled | auto: online when a key is configured (WANDB_API_KEY or netrc), offline otherwise.
+        mode: online | offline | disabled | auto: online when a key is configured (WANDB_API_KEY or netrc), offline
+            otherwise.
         options: further arguments of `wandb.init`.
 
     Raises:

@@ -54,7 +54,7 @@ def test_a_switch_is_true_or_false(value: Any) -> None:
 
 def test_names_are_listed() -> None:
     one_of("x", "a", ("a", "b", "c"))
-    with pytest.raises(ConfigError, match="^x is 'd'; expected a, b or c$"):
+    with pytest.raises(ConfigError, match=r"^x is 'd'; expected a, b or c$"):
         one_of("x", "d", ("a", "b", "c"))
 
 

@@ -387,6 +387,7 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(number: int, status: 
     [
         ("rubric=nonsense", 2, "dynamic"),
         ("loss.klcoef=1", 2, "did you mean loss.kl_coef?"),
+        ("+stepz=3", 2, "nothing reads; did you mean steps?"),
         ("steps=", 2, "error: steps is ''"),
         (f"run={__file__}", 2, "test_run.py cannot be made: File exists"),
     ],
@@ -397,6 +398,7 @@ def test_bad_input_is_one_message_and_a_status(argument: str, code: int, message
     assert message in printed
     assert "Traceback" not in printed
     assert len(printed.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
 
 
 BAD = [

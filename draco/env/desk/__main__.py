@@ -55,10 +55,7 @@ def _play(task_id: str) -> None:
 
 def _reasons(outcome: Outcome) -> str:
     """What went wrong, and at which steps."""
-    shown = [
-        f"{fault} (step {', '.join(str(s) for s in steps)})"
-        for fault, steps in outcome.detail["steps"].items()
-    ]
+    shown = [f"{fault} (step {', '.join(str(s) for s in steps)})" for fault, steps in outcome.detail["steps"].items()]
     return "; ".join(shown) or "the end state is not what the task asks for"
 
 
