@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from draco.checks import whole
 from draco.errors import ConfigError, DracoError
 
 OPTIONS = {"run", "split", "n", "tasks", "checkpoint", "temperature", "seed"}
@@ -60,8 +61,10 @@ def main(arguments: list[str]) -> None:
     from draco.evaluation.evaluate import evaluate_checkpoint  # torch loads here
     from draco.summary import write_json
 
+    for name in ("n", "tasks"):
+        whole(name, given.get(name), 1, optional=True)
     splits = str(given.get("split", config.eval.split)).split(",")
-    which, n = str(given.get("checkpoint", "last")), int(given.get("n", 1))
+    which, n = str(given.get("checkpoint", "last")), given.get("n") or 1
     for key in ("temperature",):
         if key in given:
             config.eval[key] = given[key]
@@ -95,11 +98,16 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"TGC by difficulty  {levels}", highlight=False)
     console.print(f"turns {result['turns']:.1f}   ended: {ends}", highlight=False)
     if result["unevaluated"] or result["quarantined"]:
-        console.print(f"unevaluated {result['unevaluated']}   quarantined {result['quarantined']} (count as failed)")
+        console.print(
+            f"unevaluated {result['unevaluated']} (in no mean)   quarantined {result['quarantined']} (count as failed)"
+        )
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit(0)
     try:
         main(sys.argv[1:])
     except DracoError as error:

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import tenacity
 
+from draco.checks import number, whole
 from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
@@ -93,10 +94,16 @@ class JudgeClient:
             backoff_s: first pause before a retry, seconds; doubles, with jitter.
             provider: import path `module:function` of a function that registers a custom litellm provider.
         """
+        if not isinstance(model, str) or not model:
+            raise JudgeConfigError(f"judge.model is {model!r}; expected PROVIDER/MODEL, for example openai/gpt-5.4")
+        number("judge.temperature", temperature, 0, optional=True)
+        number("judge.timeout_s", timeout_s, 0, above=True)
+        number("judge.backoff_s", backoff_s, 0)
+        whole("judge.max_retries", max_retries, 0)
+        whole("judge.concurrency", concurrency, 1)
+        whole("judge.max_tokens", max_tokens, 1, optional=True)
         if response_schema not in {"auto", "on", "off"}:
             raise JudgeConfigError(f"judge.response_schema is {response_schema!r}, expected auto, on or off")
-        if concurrency < 1 or timeout_s <= 0 or max_retries < 0:
-            raise JudgeConfigError("judge needs concurrency >= 1, timeout_s > 0 and max_retries >= 0")
         self.model = model
         self.temperature = temperature
         self.timeout_s = timeout_s
@@ -148,6 +155,14 @@ class JudgeClient:
                 if not callable(register):
                     raise JudgeConfigError(f"judge.provider {self.provider!r} is no function; expected module:function")
                 register()
+            elif self._arguments.get("api_base") is None:
+                try:
+                    litellm.get_llm_provider(self.model)
+                except litellm.exceptions.BadRequestError:
+                    raise JudgeConfigError(
+                        f"judge.model is {self.model!r}, of no provider that litellm knows; expected PROVIDER/MODEL, "
+                        "for example openai/gpt-5.4, or hosted_vllm/NAME with judge.api_base"
+                    ) from None
             self._sends_schema = self.response_schema == "on" or (
                 self.response_schema == "auto" and bool(litellm.supports_response_schema(model=self.model))
             )
