@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draco.chat import ChatFormat
+from draco.checks import number, whole
 from draco.env.base import ActionSpan, Episode
-from draco.errors import ConfigError
 from draco.types import Message, Step, Task, Termination, Trajectory
 
 __all__ = ["STEP_KINDS", "Limits", "Rollout", "sampling_seed"]
@@ -38,8 +38,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_prompt_tokens", "max_response_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.limits.{name} is {getattr(self, name)}; expected an integer ≥ 1")
+            whole(f"limits.{name}", getattr(self, name), 1)
+        whole("limits.max_turn_tokens", self.max_turn_tokens, 0)
+        number("limits.deadline_s", self.deadline_s, 0)
 
 
 def sampling_seed(seed: int, purpose: str, step: int, task_id: str, sample: int) -> int:

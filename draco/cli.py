@@ -6,15 +6,14 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Any
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from rich.console import Console
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
 
 from draco.errors import ConfigError, DracoError, TrainingStopped
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 __all__ = ["main"]
 
@@ -22,7 +21,7 @@ log = logging.getLogger("draco")
 
 
 def main() -> None:
-    """Entry point.
+    """Entry point. Hydra, torch and lightning load behind it, so that Ctrl-C meanwhile is one line.
 
     Exit status: 0 done, 1 a fault, 2 the configuration cannot work, 3 a guard stopped the run, 75 stopped by SIGTERM,
     SIGUSR1 or SIGUSR2 with its state saved (EX_TEMPFAIL: a launcher may start it again with resume=), 130 Ctrl-C.
@@ -31,34 +30,84 @@ def main() -> None:
         sys.path.append(os.getcwd())  # custom environments and strategies beside the user's own files
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     log.setLevel(logging.INFO)
-    _main()
+    try:
+        _compose()
+    except KeyboardInterrupt:  # while libraries load or the configuration composes; later see draco.interrupt
+        log.warning("interrupted before the run began")
+        sys.exit(130)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def _compose() -> None:
+    """Let Hydra compose the configuration and run the job, or the jobs of a sweep. What it refuses is one line."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from draco.choices import explained
+
+    detailed = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then what it would print by itself, with exit status 1
+    try:
+        hydra.main(version_base="1.3", config_path="../conf", config_name="train")(_main)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if detailed:
+            raise
+        _say(explained(error, sys.argv[1:]))
+        sys.exit(2)
+    except OSError as error:  # of Hydra, which makes the run folder: those of a job have been answered by `_main`
+        if detailed:
+            raise
+        where = error.filename or "the run folder"
+        _say(f"{where} cannot be made: {error.strerror or error}; give run=FOLDER (of a sweep: hydra.sweep.dir=FOLDER)")
+        sys.exit(2)
+
+
 def _main(config: DictConfig) -> dict[str, Any]:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf.errors import OmegaConfBaseException
+
+    from draco.choices import one_line, refuse_unread
+
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode is RunMode.MULTIRUN
     overrides = list(hydra_config.overrides.task)
     try:
-        return _job(config, overrides, hydra_config.runtime.output_dir, sweeping)
+        try:
+            refuse_unread(config, overrides, set(hydra_config.runtime.choices))
+            return _job(config, overrides, hydra_config.runtime.output_dir, sweeping)
+        except OmegaConfBaseException as error:
+            raise ConfigError(one_line(error)) from error
     except DracoError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        _say(str(error))
+        if isinstance(error, ConfigError):
+            with contextlib.suppress(OSError):
+                os.rmdir(hydra_config.runtime.output_dir)  # made by Hydra, and nothing came to be in it
         if sweeping:  # Hydra would end a sweep at an exception, and without the table
             return {"error": str(error)}
         sys.exit(2 if isinstance(error, ConfigError) else 3)
     except Exception as error:
-        if not sweeping:
-            raise
-        log.exception("job failed")
-        return {"error": f"{type(error).__name__}: {error}"}
+        if sweeping:
+            log.exception("job failed")
+            return {"error": f"{type(error).__name__}: {error}"}
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _say(message: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bool) -> dict[str, Any]:
+    started = time.time()
     from pathlib import Path
 
     from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from rich.console import Console
 
-    from draco.interrupt import EXIT_INTERRUPTED, EXIT_REQUEUE, Interrupted
+    from draco.interrupt import EXIT_REQUEUE, Interrupted
     from draco.run import train  # torch and lightning load here, after the configuration has composed
     from draco.runfolder import resume_config
     from draco.summary import closing_table
@@ -68,6 +117,9 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
         raise ConfigError(f"{named[0]} names one folder for all jobs of a sweep; set hydra.sweep.dir=FOLDER instead")
     if sweeping:
         config.run = os.path.relpath(output_dir)
+        wandb = config.logger.get("wandb")
+        if wandb and "group" in wandb and wandb.group is None:
+            wandb.group = Path(output_dir).parent.name  # a sweep is a group
     if config.resume:
         if Path(output_dir).resolve() != Path(config.resume).resolve():
             with contextlib.suppress(OSError):  # Hydra made the folder that a new run would have had
@@ -75,16 +127,13 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
         config = resume_config(Path(config.resume), config, overrides)
     go_on = f"go on with: python train.py resume={config.run}"
     try:
-        summary = train(config)
+        summary = train(config, started)
     except Interrupted as stop:
         log.warning("%s: stopped; %s", stop, go_on)
         raise SystemExit(stop.status) from None
     except SIGTERMException:  # Lightning's own, where another rank or its handler was faster
         log.warning("SIGTERM: stopped; %s", go_on)
         raise SystemExit(EXIT_REQUEUE) from None
-    except KeyboardInterrupt:
-        log.warning("interrupted before the run began")
-        raise SystemExit(EXIT_INTERRUPTED) from None
     except TrainingStopped as error:
         raise TrainingStopped(f"{error}; its state is saved, {go_on}") from error
     if summary:

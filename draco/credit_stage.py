@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from draco.advantage import standardize
+from draco.checks import number, one_of, switch
 from draco.credit import StepCredit
 from draco.stages import CreditStage
 from draco.types import Credit, Failure, Judgement
@@ -28,6 +29,9 @@ class GroupCredit(CreditStage):
         std: `sample` or `population`.
         normalize: divide by the std at all.
         epsilon: added to the std.
+
+    Raises:
+        ConfigError: an option is none of these.
     """
 
     def __init__(
@@ -37,6 +41,9 @@ class GroupCredit(CreditStage):
         normalize: bool = True,
         epsilon: float = 1e-6,
     ) -> None:
+        one_of("advantage.std", std, ("sample", "population"))
+        switch("advantage.normalize", normalize)
+        number("advantage.epsilon", epsilon, 0)
         self.std: Literal["sample", "population"] = std
         self.normalize, self.epsilon = normalize, epsilon
 

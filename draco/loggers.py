@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from draco import durable
+from draco.checks import one_of
 
 __all__ = ["MetricsCsv", "WandbMetrics", "finish", "read_metrics", "wandb_logger", "write_metrics"]
 
@@ -178,12 +179,18 @@ def wandb_logger(
     Args:
         run: run folder.
         project, group: as in W&B; a sweep is a group.
-        mode: online | offline | auto: online when a key is configured (WANDB_API_KEY or netrc), offline otherwise.
+        mode: online | offline | disabled | auto: online when a key is configured (WANDB_API_KEY or netrc), offline
+            otherwise.
         options: further arguments of `wandb.init`.
+
+    Raises:
+        ConfigError: no such mode.
     """
+    one_of("logger.wandb.mode", mode, ("online", "offline", "disabled", "auto"))
     folder = Path(run)
-    offline = mode == "offline" or (mode == "auto" and not _has_key())
-    print(f"wandb: {'offline, files under ' + str(folder / 'wandb') if offline else 'online'}")
+    if mode == "auto":
+        mode = "online" if _has_key() else "offline"
+    print(f"wandb: {'offline, files under ' + str(folder / 'wandb') if mode == 'offline' else mode}")
     id_file = folder / "wandb_run_id"
     if not id_file.is_file():
         durable.write_text(id_file, os.urandom(8).hex())
@@ -195,7 +202,7 @@ def wandb_logger(
             "id": id_file.read_text(encoding="utf-8"),
             "project": project,
             "group": group,
-            "mode": "offline" if offline else "online",
+            "mode": mode,
             "resume": "allow",
             "settings": {"x_disable_meta": True},  # it holds the command line, which may hold a key
             **options,

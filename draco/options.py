@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from draco.checks import number, one_of, whole
 from draco.errors import ConfigError
 
 __all__ = ["Aggregation", "LossOptions", "UpdateOptions"]
@@ -33,17 +34,16 @@ class LossOptions:
     tis_cap: float | None = None  #: truncated importance weights min(π_trainer/π_engine, cap); None = off
 
     def __post_init__(self) -> None:
-        _one_of("loss.zero_signal", self.zero_signal, ("keep", "drop"))
-        _one_of("loss.aggregation", self.aggregation, get_args(Aggregation))
-        if self.aggregation == "constant_length" and not (self.constant_length or 0) > 0:
-            raise ConfigError(f"loss.constant_length is {self.constant_length}; this aggregation needs a length ≥ 1")
-        if self.tis_cap is not None and not self.tis_cap > 0:
-            raise ConfigError(f"loss.tis_cap is {self.tis_cap}; expected a number above 0, or null to turn it off")
-        if not 0 <= self.clip_low < 1 or self.clip_high < 0 or (self.dual_clip is not None and self.dual_clip <= 1):
-            raise ConfigError(
-                f"loss.clip_low, clip_high, dual_clip are {self.clip_low}, {self.clip_high}, {self.dual_clip}; "
-                "expected 0 ≤ clip_low < 1, clip_high ≥ 0 and dual_clip > 1 or null"
-            )
+        one_of("loss.zero_signal", self.zero_signal, ("keep", "drop"))
+        one_of("loss.aggregation", self.aggregation, get_args(Aggregation))
+        whole("loss.constant_length", self.constant_length, 1, optional=self.aggregation != "constant_length")
+        number("loss.kl_coef", self.kl_coef, 0)
+        number("loss.tis_cap", self.tis_cap, 0, above=True, optional=True)
+        number("loss.clip_low", self.clip_low, 0)
+        number("loss.clip_high", self.clip_high, 0)
+        number("loss.dual_clip", self.dual_clip, 1, above=True, optional=True)
+        if self.clip_low >= 1:
+            raise ConfigError(f"loss.clip_low is {self.clip_low}; expected a number below 1: a ratio is never negative")
 
     def token_weight(self, step_tokens: int) -> float:
         """Factor on every token loss of a trajectory with so many step tokens."""
@@ -64,19 +64,18 @@ class UpdateOptions:
     micro_batch_tokens: int = 8192  #: tokens of one forward pass; a longer trajectory stands alone
     packing: Literal["auto", "off"] = "auto"  #: off: one trajectory a row for every model
     updates_per_batch: int = 1  #: optimizer steps; a batch's groups are split into as many shares
-    grad_clip: float = 1.0
+    grad_clip: float = 1.0  #: largest gradient norm; inf = no clipping
     decay_steps: int = 0  #: the learning rate falls linearly to 0 over this many batches; 0 = constant (the paper)
     max_bad_steps: int = 3  #: non-finite steps in a row that stop the run
 
     def __post_init__(self) -> None:
-        _one_of("update.order", self.order, ("batch", "arrival"))
-        _one_of("update.packing", self.packing, ("auto", "off"))
+        one_of("update.order", self.order, ("batch", "arrival"))
+        one_of("update.packing", self.packing, ("auto", "off"))
         for name, minimum in (
             ("micro_batch_tokens", 1), ("updates_per_batch", 1), ("max_bad_steps", 1), ("decay_steps", 0),
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < minimum:
-                raise ConfigError(f"update.{name} is {value}; expected an integer ≥ {minimum}")
+            whole(f"update.{name}", getattr(self, name), minimum)
+        number("update.grad_clip", self.grad_clip, 0, above=True, infinite=True)
         if self.updates_per_batch > 1 and self.order == "arrival":
             raise ConfigError(
                 "update.updates_per_batch > 1 needs update.order=batch: the old log-probs of the later shares are "
@@ -86,8 +85,3 @@ class UpdateOptions:
     def lr_factor(self, batches_done: int) -> float:
         """What the learning rate is multiplied by in the batch after so many: 1, or falling from 1 towards 0."""
         return max(0.0, 1.0 - batches_done / self.decay_steps) if self.decay_steps else 1.0
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}")

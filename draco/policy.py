@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draco.chat import ChatFormat
+from draco.checks import number, whole
 from draco.errors import AdapterError, ConfigError
 from draco.lora import fuse_lora
 from draco.types import Message
@@ -32,6 +33,7 @@ log = logging.getLogger("draco")
 __all__ = ["Policy", "resolve"]
 
 _TRAINED, _REFERENCE = "default", "reference"  #: PEFT's names of the adapters
+_DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -47,13 +49,12 @@ class Policy(nn.Module):
         reference: what KL is measured against: `base`, the model without adapter, or `adapter`, the weights in the
             folder `adapter` as they are now, frozen.
         gradient_checkpointing: recompute activations in the backward pass.
-        max_prompt_tokens: overlong prompts are filtered against it by the caller.
         trust_remote_code: run code from the model repository; off unless the user says so.
         chat_template: a Jinja file that replaces the tokenizer's own template.
         template_kwargs: extra arguments of the chat template, e.g. ``enable_thinking``.
 
     Raises:
-        ConfigError: the model cannot be found or loaded.
+        ConfigError: the model cannot be found or loaded, or an option is out of its range.
         AdapterError: the adapter does not fit the base model.
     """
 
@@ -79,6 +80,14 @@ class Policy(nn.Module):
             raise ConfigError(f"policy.reference is {reference!r}; expected base or adapter")
         if reference == "adapter" and not adapter:
             raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
+        base_type = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        if not isinstance(base_type, torch.dtype) or not base_type.is_floating_point:
+            raise ConfigError(f"policy.dtype is {dtype!r}; expected {', '.join(_DTYPES)}")
+        whole("policy.rank", rank, 1)
+        number("policy.alpha", alpha, 0, above=True)
+        number("policy.dropout", dropout, 0)
+        if dropout >= 1:
+            raise ConfigError(f"policy.dropout is {dropout}; expected a number below 1: it would leave nothing")
         self.path = path
         self.version = 0  #: optimizer updates behind the current weights
         self.folder = folder = resolve(path)  #: where the base model's files are, or its hub name
@@ -88,7 +97,7 @@ class Policy(nn.Module):
         try:
             with _quiet_loading():
                 self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-                base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+                base = AutoModelForCausalLM.from_pretrained(folder, dtype=base_type, **options)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"policy.path={path!r} could not be loaded: {str(error).splitlines()[0]}; expected a folder with a "
@@ -107,7 +116,13 @@ class Policy(nn.Module):
             target_modules=targets if isinstance(targets, str) else list(targets),
             task_type="CAUSAL_LM",
         )
-        self.model = cast(PeftModel, get_peft_model(base, lora))
+        try:
+            self.model = cast(PeftModel, get_peft_model(base, lora))
+        except ValueError as error:  # PEFT found no such layer, or cannot adapt its kind
+            raise ConfigError(
+                f"policy.targets is {targets!r}, which fits no layer of {path}: {' '.join(str(error).split())[:200]}; "
+                f"expected all-linear or names among {', '.join(_linear_names(base))}"
+            ) from error
         fuse_lora(self.model)
         if adapter:
             self.load_adapter(Path(adapter))
@@ -202,6 +217,11 @@ class Policy(nn.Module):
                 folder, base, self.path,
             )  # fmt: skip
         set_peft_model_state_dict(self.model, state)
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear layers: what LoRA targets are called."""
+    return sorted({name.rsplit(".", 1)[-1] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
 
 
 def _shape(tensor: Tensor | None) -> str:

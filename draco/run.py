@@ -19,15 +19,19 @@ import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, seed_everything
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from draco import checkpoint
+from draco.checks import number, switch, whole
+from draco.choices import one_line
 from draco.diskplan import plan_disk
 from draco.engine import Engine
 from draco.env.base import Environment, Evaluator
 from draco.errors import ConfigError, DracoError
 from draco.evaluation.metrics import summarise
 from draco.interrupt import listening
+from draco.judge.client import JudgeClient
 from draco.judge.stage import read_secret
 from draco.loader import EvalLoader, TaskLoader
 from draco.loggers import MetricsCsv, WandbMetrics, finish
@@ -47,9 +51,12 @@ from draco.summary import (
 )
 from draco.types import Task
 
-__all__ = ["Parts", "build", "select_tasks", "train"]
+__all__ = ["Parts", "build", "check", "select_tasks", "train"]
 
 log = logging.getLogger("draco")
+
+MAX_LR = 1.0  #: a larger learning rate is a slip of the pen
+SHOWN_IDS = 5  #: task ids in a message
 
 
 def instantiate(node: Any, **options: Any) -> Any:
@@ -141,14 +148,62 @@ def _check_scripted_criteria(titles: list[str]) -> None:
         log.warning("judge=scripted has no rule for %s: never applicable", ", ".join(unknown))
 
 
+def check(config: DictConfig) -> None:
+    """Check what can be checked without building anything: references, missing values, top-level options.
+
+    Raises:
+        ConfigError: one line that names the option.
+    """
+    try:
+        # A judge that no rubric asks may stay incomplete.
+        missing = {k for k in OmegaConf.missing_keys(config) if not k.startswith("judge.")}
+        if not missing:
+            OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from error
+    if needed := {k.removeprefix("rubric.stage.") for k in missing}:
+        name = min(needed)
+        raise ConfigError(f"{name} is not set, and this configuration needs it: add {name}=VALUE")
+    whole("steps", config.steps, 0)
+    whole("tasks_per_step", config.tasks_per_step, 1)
+    whole("group_size", config.group_size, 2)  # GRPO compares the rollouts of a group
+    whole("seed", config.seed, 0, 2**32 - 1)
+    number("lr", config.lr, 0, MAX_LR)
+    whole("lr_decay_steps", config.get("lr_decay_steps", 0), 0)  # older runs have none
+    number("temperature", config.temperature, 0, above=True)  # log-probs are taken at it
+    whole("eval.tasks", config.eval.tasks, 1, optional=True)
+    whole("eval.n", config.eval.n, 1)
+    whole("eval.every", config.eval.every, 0)
+    number("eval.temperature", config.eval.temperature, 0)  # 0 is greedy
+    switch("eval.before", config.eval.before)
+    switch("overwrite", config.overwrite)
+    switch("checkpoint.check_disk", config.checkpoint.check_disk)
+    for name, minimum in (("save_every", 1), ("keep_last", 1), ("keep_every", 0)):
+        whole(f"checkpoint.{name}", config.checkpoint[name], minimum)
+
+
+def _check_optimizer(module: GRPOModule) -> None:
+    """Build the optimizer once: it keeps no state yet, and refuses its options now instead of after an evaluation.
+
+    Raises:
+        ConfigError: it does, or its learning rate is out of range.
+    """
+    try:
+        optimizer = module.configure_optimizers()
+    except (TypeError, ValueError, InstantiationException) as error:
+        raise ConfigError(f"the optimizer refuses its options: {' '.join(str(error).split())}") from error
+    for group in optimizer.param_groups:
+        number("optimizer.lr", group["lr"], 0, MAX_LR)
+
+
 def _judged(config: DictConfig) -> bool:
-    return "judge" in config.rubric.stage
+    return "judge" in (config.rubric.stage or ())
 
 
 def select_tasks(
     environment: Environment, policy: Policy, split: str, limit: int | None, max_prompt: int
 ) -> list[Task]:
-    """Tasks of a split whose prompt fits; the others are counted and listed.
+    """Tasks of a split whose prompt fits; the others are counted, and the first ones named.
 
     Raises:
         ConfigError: no such split, an empty one, or no prompt fits.
@@ -163,8 +218,9 @@ def select_tasks(
     overlong = [t.id for t in tasks if lengths[t.id] > max_prompt]
     if overlong:
         log.warning(
-            "%d of %d tasks of %s have prompts over limits.max_prompt_tokens=%d and are left out: %s",
-            len(overlong), len(tasks), split, max_prompt, ", ".join(overlong),
+            "%d of %d tasks of %s have prompts over limits.max_prompt_tokens=%d and are left out: %s%s",
+            len(overlong), len(tasks), split, max_prompt, ", ".join(overlong[:SHOWN_IDS]),
+            f" and {len(overlong) - SHOWN_IDS} more" if len(overlong) > SHOWN_IDS else "",
         )  # fmt: skip
     if not fitting:
         raise ConfigError(
@@ -174,8 +230,12 @@ def select_tasks(
     return fitting
 
 
-def train(config: DictConfig) -> dict[str, Any]:
+def train(config: DictConfig, started: float | None = None) -> dict[str, Any]:
     """Run the whole job and return the content of summary.json.
+
+    Args:
+        config: composed configuration.
+        started: when the job began, `time.time()`; the caller's imports then count in `wall_s`.
 
     Raises:
         ConfigError: something cannot work, or another process uses the run folder.
@@ -184,12 +244,14 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     With `preflight=true` nothing is trained: everything is tried once, and the result is empty.
     """
+    started = time.time() if started is None else started
+    check(config)
     run = Path(config.run)
     try:
         with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
             try:
                 if not config.get("preflight"):
-                    return _train(config, run)
+                    return _train(config, run, started)
                 _quiet_libraries()
                 preflight(config, run, build, _loaders)
             except ConfigError:
@@ -205,8 +267,7 @@ def train(config: DictConfig) -> dict[str, Any]:
     return {}
 
 
-def _train(config: DictConfig, run: Path) -> dict[str, Any]:
-    started = time.time()
+def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
     resume, state = _position(config, run)
     step: int = state["step"]
     if config.resume:
@@ -237,6 +298,7 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
     if step < config.steps and rank == 0:
         check_judge(rubric)  # before anything large is loaded
     module.configure_model()
+    _check_optimizer(module)
     loader, held_out = _loaders(config, parts)
     trainer, loggers = _trainer(config, parts, run)
     if resume:

@@ -85,7 +85,7 @@ def find_stage(callbacks: Iterable[Callback], kind: type[S]) -> S:
     Raises:
         StageError: none or several are present; the message lists what exists.
     """
-    callbacks = list(callbacks)
+    callbacks = [c for c in callbacks if c is not None]  # a stage that the configuration sets to null
     found = [c for c in callbacks if isinstance(c, kind)]
     if len(found) == 1:
         return found[0]

@@ -1,10 +1,12 @@
 """A Hydra callback that ends a sweep with a comparison table.
 
 A failed job does not end the sweep: the command line returns its error, the table shows it, and the exit status is 1.
+Hydra imports this module before anything else of a job: nothing heavy may be imported here.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
-
-from draco.summary import read_json
 
 __all__ = ["Comparison"]
 
@@ -39,7 +39,7 @@ class Comparison(Callback):
             if error:
                 table.add_row(overrides, f"failed: {error.splitlines()[0]}")
                 continue
-            s = read_json(folder / "summary.json")
+            s = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             cells = [s["base_success"], s["final_success"], s["final_sgc"], s["inert_share"]]
             shown = ["–" if v is None else f"{v:.1%}" for v in cells]
             table.add_row(overrides, s["setting"], *shown, f"{s['wall_s']:.0f}")

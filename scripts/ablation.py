@@ -5,7 +5,8 @@
 
 Every cell is `python train.py rubric=… credit=… seed=… run=OUT/CELL` with the same further options and no others.
 Finished cells are kept, interrupted ones go on. Options of this script (key=value): seeds, jobs (cells at a time), out;
-everything else is passed to train.py.
+everything else is passed to train.py. OUT/options.json keeps what was passed: cells of other options are never mixed
+into one table, they need another out=.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draco.errors import ConfigError
 from draco.summary import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +31,64 @@ SETTINGS = (
     ("static", "uniform"), ("static", "step"), ("dynamic", "uniform"), ("dynamic", "step"),
     ("outcome", "uniform"), ("random", "uniform"),
 )  # fmt: skip
+OWN = {"seeds", "jobs", "out"}
+CELLS = {"rubric", "credit", "seed", "run", "resume", "overwrite"}  #: what this script sets in every cell
+
+
+def options(arguments: list[str]) -> tuple[list[int], int, Path, dict[str, str]]:
+    """Seeds, jobs, out, and what goes to train.py.
+
+    Raises:
+        ConfigError: a word that is no option, a bad value, or an option that belongs to the cells.
+    """
+    given: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not key or (not equals and not key.startswith("~")) or key.startswith("-"):
+            raise ConfigError(f"{argument!r} is no option; expected key=value (--help explains)")
+        if key.lstrip("+~").split("@")[0] in CELLS:
+            raise ConfigError(
+                f"{argument} would override every cell, whose {', '.join(sorted(CELLS))} this script sets itself; "
+                "choose seeds with seeds=0,1,2 and the folder with out=FOLDER"
+            )
+        given[key] = value
+    words = given.get("seeds", "0,1,2").split(",")
+    jobs = given.get("jobs", "2")
+    if not all(w.strip().isdecimal() for w in words) or len({int(w) for w in words}) < len(words):
+        raise ConfigError(f"seeds={given['seeds']}: expected different integers ≥ 0, for example seeds=0,1,2")
+    if not jobs.isdecimal() or int(jobs) < 1:
+        raise ConfigError(f"jobs={jobs}: expected an integer ≥ 1")
+    further = {k: v for k, v in given.items() if k not in OWN}
+    return [int(w) for w in words], int(jobs), Path(given.get("out", "runs/ablation")), further
+
+
+def keep_options(out: Path, further: dict[str, str]) -> None:
+    """Write down what the cells of a folder are made with, or compare with what was written.
+
+    Raises:
+        ConfigError: the folder holds cells of other options, or of unknown ones.
+    """
+    file = out / "options.json"
+    shown = " ".join(_words(further)) or "(none)"
+    if not file.is_file():
+        if old := sorted(p.parent.name for p in out.glob("*/config.yaml")):
+            raise ConfigError(
+                f"{out} holds cells ({old[0]}, …) of unknown options: there is no options.json; use another out=, or "
+                f"write their options into {file} as an object, {{}} for none"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(file, further)
+        return
+    kept = {str(k): str(v) for k, v in read_json(file).items()}
+    if kept != further:
+        raise ConfigError(
+            f"the cells of {out} are made with {' '.join(_words(kept)) or '(none)'}, this call asks for {shown}; one "
+            "table needs the same options: repeat them, or use another out="
+        )
+
+
+def _words(further: dict[str, str]) -> list[str]:
+    return [k if k.startswith("~") and not v else f"{k}={v}" for k, v in further.items()]
 
 
 def run_cell(rubric: str, credit: str, seed: int, out: Path, jobs: int, further: list[str]) -> dict[str, Any]:
@@ -63,22 +123,42 @@ def spread(values: list[float | None]) -> str:
     return f"{statistics.mean(present):.1f} ± {deviation:.1f}"
 
 
+def percent(value: float | None) -> str:
+    """One value; null where nothing could be evaluated."""
+    return "–" if value is None else f"{value:.1%}"
+
+
+def third(values: list[float | None]) -> float | None:
+    """pass^3, where the cells ran every task three times or more."""
+    return values[2] if len(values) > 2 else None
+
+
 COLUMNS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "TGC": lambda s: s["final_success"],
     "SGC": lambda s: s["final_sgc"],
-    "TGC pass^3": lambda s: s["final_tgc_pass_hat"][-1],
-    "SGC pass^3": lambda s: s["final_sgc_pass_hat"][-1],
+    "TGC pass^3": lambda s: third(s["final_tgc_pass_hat"]),
+    "SGC pass^3": lambda s: third(s["final_sgc_pass_hat"]),
     "inert": lambda s: s["inert_share"],
     "rubric pass": lambda s: s["rubric_pass_rate"],
 }
 
 
 def main(arguments: list[str]) -> int:
-    """Run all cells and print the table, also as Markdown into OUT/ablation.md."""
-    given = dict(a.split("=", 1) for a in arguments if a.split("=", 1)[0] in {"seeds", "jobs", "out"})
-    further = [a for a in arguments if a.split("=", 1)[0] not in {"seeds", "jobs", "out"}]
-    seeds = [int(s) for s in given.get("seeds", "0,1,2").split(",")]
-    jobs, out = int(given.get("jobs", 2)), Path(given.get("out", "runs/ablation"))
+    """Run all cells and print the table, also as Markdown into OUT/ablation.md.
+
+    Returns:
+        Exit status: 0, 1 a cell failed, 2 the options cannot work.
+    """
+    if {"--help", "-h"} & set(arguments):
+        print(__doc__)
+        return 0
+    try:
+        seeds, jobs, out, passed = options(arguments)
+        keep_options(out, passed)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    further = _words(passed)
     console = Console()
     cells = [(r, c, s) for s in seeds for r, c in SETTINGS]
     console.print(f"{len(cells)} cells under {out}, {jobs} at a time; finished ones are kept")
@@ -94,7 +174,7 @@ def main(arguments: list[str]) -> int:
                 console.print(f"[red]{rubric}+{credit} seed {seed} failed")
                 continue
             found[rubric, credit].append(summary)
-            console.print(f"{rubric}+{credit} seed {seed}: TGC {summary['final_success']:.1%}", highlight=False)
+            console.print(f"{rubric}+{credit} seed {seed}: TGC {percent(summary['final_success'])}", highlight=False)
     rows = [["base", *base_row(found)]]
     rows += [
         [f"{r}+{c}", *(spread([get(s) for s in cell]) for get in COLUMNS.values())] for (r, c), cell in found.items()

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from draco.checks import whole
 from draco.errors import ConfigError, DracoError
 
 if TYPE_CHECKING:
@@ -102,8 +103,10 @@ def main(arguments: list[str]) -> None:
     from draco.evaluation.metrics import leaderboard, over_checkpoints  # torch loads here
     from draco.summary import write_json
 
+    for name in ("n", "tasks"):
+        whole(name, given.get(name), 1, optional=True)
     api = given.get("policy") == "litellm"
-    n = int(given.get("n", 1))
+    n = given.get("n") or 1
     results, folder = _api(given, n) if api else _run(given, n)
     console = Console()
     by_split: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -114,15 +117,15 @@ def main(arguments: list[str]) -> None:
         show(result, console)
         print(f"records: {file}")
         by_split[result["split"]].append(result)
-    whole: dict[str, dict[str, Any]] = {}
+    overall: dict[str, dict[str, Any]] = {}
     for split, parts in by_split.items():
-        whole[split] = parts[0]
+        overall[split] = parts[0]
         if len(parts) > 1:
-            whole[split] = over_checkpoints(parts)
+            overall[split] = over_checkpoints(parts)
             name = str(given.get("checkpoints", given.get("checkpoint"))).replace(",", "+")
-            write_json(folder / f"{split}-{name}-n{n}.json", whole[split])
-            show_spread(whole[split], console)
-    write_json(folder / "leaderboard.json", leaderboard(whole))
+            write_json(folder / f"{split}-{name}-n{n}.json", overall[split])
+            show_spread(overall[split], console)
+    write_json(folder / "leaderboard.json", leaderboard(overall))
     print(f"leaderboard: {folder / 'leaderboard.json'}")
 
 
@@ -213,7 +216,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     cost = "unknown (prices=)" if result["cost_usd"] is None else f"${result['cost_usd']:.2f}"
     console.print(f"{tokens}   cost of one pass: {cost}", highlight=False)
     if result["unevaluated"] or result["quarantined"]:
-        console.print(f"unevaluated {result['unevaluated']}   quarantined {result['quarantined']} (count as failed)")
+        console.print(
+            f"unevaluated {result['unevaluated']} (in no mean)   quarantined {result['quarantined']} (count as failed)"
+        )
 
 
 def show_spread(result: dict[str, Any], console: Console) -> None:
@@ -234,6 +239,9 @@ def show_spread(result: dict[str, Any], console: Console) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit(0)
     try:
         main(sys.argv[1:])
     except DracoError as error:

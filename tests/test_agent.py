@@ -175,8 +175,12 @@ def test_sampling_seed_depends_on_every_part() -> None:
 
 
 def test_limits_are_checked() -> None:
-    with pytest.raises(ConfigError, match="max_turns is 0"):
+    with pytest.raises(ConfigError, match=r"^limits\.max_turns is 0"):
         Limits(max_turns=0)
+    with pytest.raises(ConfigError, match=r"limits\.max_response_tokens is 1\.5; expected an integer"):
+        Limits(max_response_tokens=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"limits\.deadline_s is -1"):
+        Limits(deadline_s=-1)
 
 
 class Chatty(EchoEpisode):

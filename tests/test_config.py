@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.rollout import AgentRollout
 from callbacks.rubric.dynamic import DynamicRubric
 from draco.agent import Limits
+from draco.choices import explained, refuse_unread
 from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, StageError
 from draco.module import GRPOModule, LossOptions
-from draco.run import build
+from draco.run import _check_optimizer, build, check, select_tasks, train
 from draco.runfolder import prepare, redacted, resume_config
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -84,11 +85,125 @@ def test_unknown_names_are_hydras_errors(override: str, error: type[Exception]) 
         assert "dynamic" in str(caught.value)  # the valid choices
 
 
+def said(*overrides: str) -> str:
+    """What the command line says about a configuration that Hydra or draco refuses."""
+    try:
+        refuse_unread(configuration(*overrides), overrides, ())
+    except ConfigError as error:
+        return str(error)
+    except HydraException as error:
+        return explained(error, overrides)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("stepz=3",), ("Could not override 'stepz'", "did you mean steps?", "group_size", "experiment")),
+        (("crdit=step",), ("did you mean credit?", "Valid choices: ")),
+        (("loss.klcoef=1",), ("did you mean loss.kl_coef?", "Valid choices in loss: aggregation, ")),
+        # the options of the policy that was chosen, not of the default one
+        (("policy=smollm2", "policy.gguf=x"), ("did you mean policy.gguf_file?",)),
+        (("rubric=nonsense",), ("Could not find 'rubric/nonsense'", "dynamic outcome random static")),
+        (("+stepz=3",), ("+stepz=3 adds an option that nothing reads; did you mean steps?",)),
+        (("++crdit=step",), ("did you mean credit?",)),
+        (("+nothing.like=it",), ("nothing reads",)),
+        (("+eval.task=3",), ("did you mean eval.tasks? Valid choices in eval: before, every",)),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_valid_ones(overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    text = said(*overrides)
+    assert "\n" not in text
+    assert "use +" not in text  # Hydra's advice: it would be ignored
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("+callbacks.mine={_target_: callbacks.health.Health}",),
+        ("+policy.template_kwargs={enable_thinking: false}",),
+        ("+optimizer.betas=[0.9,0.95]",),
+        ("++steps=3",),
+        ("+rate=1e-4", "lr=${rate}"),
+        ("+experiment=desk_quick",),
+    ],
+)
+def test_additions_that_something_reads_stay(overrides: tuple[str, ...]) -> None:
+    assert said(*overrides) == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=", r"^steps is ''; expected an integer ≥ 0$"),
+        ("steps=abc", "^steps is 'abc'"),
+        ("tasks_per_step=0", "^tasks_per_step is 0"),
+        ("group_size=2.5", "^group_size is 2.5; expected an integer ≥ 2$"),
+        ("seed=-1", "^seed is -1; expected an integer from 0 to 4294967295$"),
+        ("seed=abc", "^seed is 'abc'"),
+        ("lr=x", "^lr is 'x'; expected a number ≥ 0 and ≤ 1$"),
+        ("lr=-1", "^lr is -1"),
+        ("lr=5", "^lr is 5"),
+        ("temperature=0", "^temperature is 0; expected a number > 0$"),
+        ("eval.temperature=-1", r"^eval\.temperature is -1"),
+        ("eval.tasks=-1", r"^eval\.tasks is -1; expected an integer ≥ 1, or null$"),
+        ("eval.n=0", r"^eval\.n is 0"),
+        ("eval.before=no", r"^eval\.before is 'no'; expected true or false$"),
+        ("checkpoint.keep_last=0", r"^checkpoint\.keep_last is 0"),
+        ("loss.kl_coef=${nope}", "nope"),
+        ("judge=litellm", r"^judge\.model is not set.*add judge\.model=VALUE$"),
+        ("policy=hf", r"^policy\.path is not set"),
+    ],
+)
+def test_bad_top_level_options_are_one_line(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(configuration(override, f"run={tmp_path / 'run'}"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_judge_that_nobody_asks_may_be_incomplete() -> None:
+    check(configuration("judge=litellm", "rubric=outcome", "run=unused"))
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=5", "optimizer.weight_decay=-1"])
+def test_the_optimizer_is_tried_before_anything_runs(override: str) -> None:
+    parts = build_with(configuration(override, "policy.rank=1"))
+    parts.module.configure_model()
+    with pytest.raises(ConfigError, match="optimizer"):
+        _check_optimizer(parts.module)
+
+
 def test_a_stage_that_is_no_stage_is_named() -> None:
     config = configuration()
     config.credit.stage = {"_target_": "callbacks.health.Health"}
     with pytest.raises(StageError, match="exactly one CreditStage"):
         build_with(config)
+
+
+def test_a_stage_set_to_null_is_missing() -> None:
+    with pytest.raises(StageError, match="exactly one RubricStage among the callbacks, found no") as caught:
+        build_with(configuration("rubric.stage=null", "judge=litellm"))
+    assert "NoneType" not in str(caught.value)
+
+
+def test_options_that_messages_name_can_be_set() -> None:
+    config = configuration("policy.chat_template=x.jinja", "trainer.strategy=ddp", "policy.targets=all-linear")
+    assert (config.policy.chat_template, config.trainer.strategy) == ("x.jinja", "ddp")
+
+
+def test_overlong_prompts_are_counted_and_the_first_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Lengths:
+        def prompt_tokens(self, opening: Any) -> int:
+            return 10
+
+    with pytest.raises(ConfigError, match="raise the limit"):
+        select_tasks(DeskEnvironment(), Lengths(), "train", None, 5)  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(" and 85 more")
+    assert len(record.getMessage()) < 250
 
 
 def build_with(config: DictConfig) -> Any:

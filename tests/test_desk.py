@@ -348,7 +348,8 @@ def test_a_person_can_play(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert main(["play", "train_000_1"]) == 0
     shown = capsys.readouterr().out
     assert "error: write one call" in shown
-    assert "stops_early" in shown
+    assert "failure: stops_early (step 2)" in shown
+    assert "{" not in shown.splitlines()[-1]
     assert main(["list"]) == main(["list", "dev"]) == 0
     assert main(["list", "nope"]) == main(["play", "nope"]) == main([]) == 2
 

@@ -10,7 +10,7 @@ import litellm
 import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, group, sample_in
 
-from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
+from draco.errors import ConfigError, JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.judge.client import JudgeClient, JudgeRequest
 from draco.judge.prompts import PHASES, messages, prompt_text, prompt_version
 from draco.judge.records import CallRecord, add_metrics, with_rates
@@ -204,10 +204,21 @@ def test_concurrency_is_limited(fake: FakeJudge) -> None:
     assert peak == 2
 
 
-@pytest.mark.parametrize("options", [{"concurrency": 0}, {"timeout_s": 0.0}, {"response_schema": "perhaps"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"concurrency": 0}, {"timeout_s": 0.0}, {"response_schema": "perhaps"}, {"temperature": "hot"}, {"max_tokens": 0}],
+)
 def test_bad_options(options: dict[str, Any]) -> None:
-    with pytest.raises(JudgeConfigError):
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"^judge\.{name} is "):
         JudgeClient("m", **options)
+
+
+def test_a_model_of_no_provider_is_known_before_the_first_call() -> None:
+    with pytest.raises(JudgeConfigError, match="of no provider that litellm knows; expected PROVIDER/MODEL"):
+        JudgeClient("nonexistent/x").load()
+    JudgeClient("openai/any-name").load()
+    JudgeClient("any-name", api_base="http://127.0.0.1:1/v1").load()
 
 
 def test_a_provider_that_does_not_exist(fake: FakeJudge) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draco.errors import ConfigError
 from draco.loggers import MetricsCsv, WandbMetrics, read_metrics, wandb_logger
 
 
@@ -74,6 +75,14 @@ def attempt(run: Path, rows: list[dict[str, Any]]) -> WandbMetrics:
     logger = wandb_logger(str(run), mode="offline")
     logger.start(rows)
     return logger
+
+
+def test_an_unknown_mode_is_named_before_wandb_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"logger\.wandb\.mode is 'foo'; expected online, offline, disabled or auto"):
+        wandb_logger(str(tmp_path), mode="foo")
+    assert capsys.readouterr().out == ""
+    wandb_logger(str(tmp_path), mode="disabled")
+    assert capsys.readouterr().out == "wandb: disabled\n"
 
 
 def test_training_and_evaluation_of_a_step_are_one_row(tmp_path: Path, fake: FakeRun) -> None:

@@ -383,12 +383,22 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(number: int, status: 
 
 
 @pytest.mark.parametrize(
-    ("argument", "code", "message"), [("rubric=nonsense", 1, "dynamic"), ("group_size=1", 2, "error: group_size is 1")]
+    ("argument", "code", "message"),
+    [
+        ("rubric=nonsense", 2, "dynamic"),
+        ("loss.klcoef=1", 2, "did you mean loss.kl_coef?"),
+        ("+stepz=3", 2, "nothing reads; did you mean steps?"),
+        ("steps=", 2, "error: steps is ''"),
+        (f"run={__file__}", 2, "test_run.py cannot be made: File exists"),
+    ],
 )
 def test_bad_input_is_one_message_and_a_status(argument: str, code: int, message: str, tmp_path: Path) -> None:
-    printed = shell(argument, f"run={tmp_path / 'run'}", code=code)
+    where = [] if argument.startswith("run=") else [f"run={tmp_path / 'run'}"]
+    printed = shell(argument, *where, code=code)
     assert message in printed
     assert "Traceback" not in printed
+    assert len(printed.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
 
 
 BAD = [
@@ -439,6 +449,28 @@ def test_a_moved_run_goes_on_where_it_is(finished: tuple[Path, str], tmp_path: P
     assert sorted(p.relative_to(finished[0]) for p in finished[0].rglob("*")) == before
 
 
+def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == os.environ['INTERRUPT_AT']:\n"
+        "            os.environ['INTERRUPT_AT'] = ''\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+    )
+    for module in ("hydra", "draco.sweep", "lightning"):
+        env = {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module}
+        printed = shell(f"run={tmp_path / 'run'}", code=130, env=env)
+        assert printed == "interrupted before the run began\n"
+
+
+def test_hydras_callback_imports_nothing_heavy() -> None:
+    heavy = "import sys, draco.sweep; print([m for m in ('torch', 'lightning') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout == "[]\n"
+
+
 def test_the_example_environment_trains(tmp_path: Path) -> None:
     options = ("env=guess", "rubric=outcome", "credit=uniform", "steps=1", "tasks_per_step=4", "group_size=2")
     assert train(*options, f"run={tmp_path / 'guess'}", conf=EXAMPLES)["env"] == "guess"
@@ -466,6 +498,18 @@ def test_a_sweep_survives_a_failed_job_and_ends_with_a_table(tmp_path: Path) -> 
     assert len(summaries) == 2
     assert not (ROOT / "multirun").exists()
     assert not (ROOT / "outputs").exists()
+
+
+@pytest.mark.parametrize(("options", "group"), [((), "big"), (("logger.wandb.group=mine",), "mine")])
+def test_a_sweep_is_one_wandb_group(
+    options: tuple[str, ...], group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("draco.run.train", lambda config, started: seen.append(config.logger.wandb.group))
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("train", ["logger=wandb", *options])
+    _job(config, [], str(tmp_path / "big" / "0-dynamic-step-s0"), sweeping=True)
+    assert seen == [group]
 
 
 def test_wandb_offline_stays_in_the_run_folder(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_evaluate_names_bad_input(arguments: list[str], message: str) -> None:
         evaluate.main(arguments)
 
 
+def test_evaluate_takes_whole_numbers(run: Path) -> None:
+    for argument in ("n=abc", "n=1.5", "tasks=-1"):
+        with pytest.raises(ConfigError, match="expected an integer ≥ 1"):
+            evaluate.main([f"run={run}", argument])
+
+
 def test_evaluate_lists_the_checkpoints_that_exist(run: Path) -> None:
     with pytest.raises(ConfigError, match="kept steps: 1"):
         evaluate.main([f"run={run}", "checkpoint=7"])
@@ -85,12 +91,97 @@ def test_ablation_keeps_finished_cells_and_prints_a_table(
             }  # fmt: skip
             (folder / "summary.json").write_text(json.dumps(summary))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a finished cell was run again"))
+    ablation.write_json(tmp_path / "options.json", {})
     assert ablation.main([f"out={tmp_path}", "seeds=0,1"]) == 0
     capsys.readouterr()
     table = (tmp_path / "ablation.md").read_text()
     assert "| dynamic+step | 60.0 ± 14.1 | 25.0 ± 0.0 | 30.0 ± 0.0 | 10.0 ± 0.0 | 20.0 ± 0.0 | – |" in table
     assert "| random+uniform | 60.0 ± 14.1 | 25.0 ± 0.0 | 30.0 ± 0.0 | 10.0 ± 0.0 | – | – |" in table
     assert "| base | 40.0 ± 0.0 | 10.0 ± 0.0 |" in table
+
+
+def cells_of(monkeypatch: pytest.MonkeyPatch, success: float | None = 0.5) -> list[list[str]]:
+    """Stand in for train.py: every cell is "trained" at once. Returns the commands."""
+    calls: list[list[str]] = []
+
+    def train_cell(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        folder = Path(next(c for c in command if c.startswith("run="))[4:])
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+        summary = {
+            "final_success": success, "final_sgc": success, "final_tgc_pass_hat": [success],
+            "final_sgc_pass_hat": [success], "inert_share": 0.2, "rubric_pass_rate": 0.1,
+            "base_success": success, "base_sgc": success,
+        }  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", train_cell)
+    return calls
+
+
+def test_ablation_never_mixes_cells_of_other_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, out = cells_of(monkeypatch), tmp_path / "out"
+    assert ablation.main([f"out={out}", "seeds=0", "steps=2", "eval.tasks=3"]) == 0
+    assert json.loads((out / "options.json").read_text()) == {"steps": "2", "eval.tasks": "3"}
+    made = len(calls)
+    assert made == len(ablation.SETTINGS)
+    capsys.readouterr()
+    assert ablation.main([f"out={out}", "seeds=0"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the cells of {out} are made with steps=2 eval.tasks=3, this call asks for (none)")
+    assert said.count("\n") == 1
+    assert len(calls) == made
+    assert ablation.main([f"out={out}", "seeds=0,1", "eval.tasks=3", "steps=2"]) == 0  # more seeds, another order
+    assert len(calls) == 2 * made
+    (out / "options.json").unlink()
+    assert ablation.main([f"out={out}", "seeds=0"]) == 2
+    assert "of unknown options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("seed=5", "seed=5 would override every cell"),
+        ("rubric=static", "would override every cell"),
+        ("++credit=step", "would override every cell"),
+        ("run=x", "would override every cell"),
+        ("seeds=a", "seeds=a: expected different integers"),
+        ("seeds=0,0", "seeds=0,0: expected different integers"),
+        ("jobs=0", "jobs=0: expected an integer"),
+        ("--cfg", "'--cfg' is no option"),
+        ("fast", "'fast' is no option"),
+    ],
+)
+def test_ablation_names_bad_input(
+    argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = cells_of(monkeypatch)
+    assert ablation.main([f"out={tmp_path / 'out'}", argument]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not calls
+    assert not (tmp_path / "out").exists()
+
+
+def test_ablation_explains_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = cells_of(monkeypatch)
+    assert ablation.main(["--help"]) == 0
+    assert "python scripts/ablation.py" in capsys.readouterr().out
+    assert not calls
+
+
+def test_ablation_without_evaluations_still_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells_of(monkeypatch, None)
+    assert ablation.main([f"out={tmp_path / 'out'}", "seeds=0", "eval.n=1"]) == 0
+    assert "TGC –" in capsys.readouterr().out
+    assert "| dynamic+step | – | – | – | – | 20.0 ± 0.0 | 10.0 ± 0.0 |" in (tmp_path / "out/ablation.md").read_text()
 
 
 def test_a_failed_cell_is_reported_and_the_others_go_on(

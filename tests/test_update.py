@@ -270,20 +270,32 @@ def test_an_adapter_of_another_base_is_warned_about(
 def test_bad_options_are_named(tmp_path: Path) -> None:
     for options, message in (
         ({"aggregation": "mean"}, "loss.aggregation is 'mean'; expected token_mean, sequence_mean or constant_length"),
-        ({"aggregation": "constant_length"}, "loss.constant_length is None"),
+        ({"aggregation": "constant_length"}, "loss.constant_length is null; expected an integer ≥ 1"),
         ({"tis_cap": 0.0}, "loss.tis_cap is 0.0"),
-        ({"clip_low": 1.0}, "expected 0 ≤ clip_low < 1"),
-        ({"dual_clip": 1.0}, "dual_clip > 1 or null"),
+        ({"clip_low": 1.0}, "loss.clip_low is 1.0; expected a number below 1"),
+        ({"kl_coef": -1.0}, "loss.kl_coef is -1.0; expected a number ≥ 0"),
+        ({"kl_coef": "abc"}, "loss.kl_coef is 'abc'"),
+        ({"dual_clip": 1.0}, "loss.dual_clip is 1.0; expected a number > 1, or null"),
     ):
         with pytest.raises(ConfigError, match=message):
             LossOptions(**options)  # type: ignore[arg-type]
     for options, message in (
         ({"updates_per_batch": 2, "order": "arrival"}, "needs update.order=batch"),
         ({"updates_per_batch": 0}, "update.updates_per_batch is 0; expected an integer ≥ 1"),
+        ({"grad_clip": -1}, "update.grad_clip is -1; expected a number > 0"),
         ({"packing": "on"}, "update.packing is 'on'; expected auto or off"),
     ):
         with pytest.raises(ConfigError, match=message):
             UpdateOptions(**options)  # type: ignore[arg-type]
+    for options, message in (
+        ({"dtype": "float99"}, "policy.dtype is 'float99'; expected float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "policy.dtype is 'int8'"),
+        ({"rank": 0}, "policy.rank is 0; expected an integer ≥ 1"),
+        ({"dropout": 1.0}, "policy.dropout is 1.0; expected a number below 1"),
+        ({"targets": "nope"}, r"policy.targets is 'nope', which fits no layer of .*names among .*q_proj"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Policy(TINY, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"policy\.reference is 'adaptor'"):
         Policy(TINY, reference="adaptor")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"needs policy\.adapter"):

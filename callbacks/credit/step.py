@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from draco.checks import one_of
 from draco.credit import StepCredit, redistribute
 from draco.credit_stage import GroupCredit
 from draco.types import Judgement
@@ -31,6 +32,7 @@ class StepLevelCredit(GroupCredit):
 
     def __init__(self, *, unanimous: Literal["equal_totals", "uniform"] = "equal_totals", **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
+        one_of("credit.stage.unanimous", unanimous, ("equal_totals", "uniform"))
         self.unanimous: Literal["equal_totals", "uniform"] = unanimous
 
     def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:

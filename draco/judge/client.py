@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
+from draco.checks import number, whole
 from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
 from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
@@ -100,8 +101,16 @@ class JudgeOptions:
         ):
             if getattr(self, name) not in choices:
                 raise JudgeConfigError(f"judge.{name} is {getattr(self, name)!r}, expected {', '.join(choices)}")
-        if self.concurrency < 1 or self.timeout_s <= 0 or self.max_retries < 0 or self.backoff_s < 0:
-            raise JudgeConfigError("judge needs concurrency >= 1, timeout_s > 0, max_retries >= 0 and backoff_s >= 0")
+        if not isinstance(self.model, str) or not self.model:
+            raise JudgeConfigError(
+                f"judge.model is {self.model!r}; expected PROVIDER/MODEL, for example openai/gpt-5.4"
+            )
+        number("judge.temperature", self.temperature, 0, optional=True)
+        number("judge.timeout_s", self.timeout_s, 0, above=True)
+        number("judge.backoff_s", self.backoff_s, 0)
+        whole("judge.max_retries", self.max_retries, 0)
+        whole("judge.concurrency", self.concurrency, 1)
+        whole("judge.max_tokens", self.max_tokens, 1, optional=True)
         limits = ("requests_per_min", "tokens_per_min", "deadline_s", "group_deadline_s", "max_usd", "max_tokens_total")
         for name in limits:
             value = getattr(self, name)
@@ -189,7 +198,16 @@ class JudgeClient:
 
     def load(self) -> Any:
         """Import and set up litellm, once. Called by the first call; call it earlier to take the wait elsewhere."""
-        return self.transport.load()
+        litellm = self.transport.load()
+        if self.options.provider is None and self.options.api_base is None:
+            try:
+                litellm.get_llm_provider(self.model)
+            except litellm.exceptions.BadRequestError:
+                raise JudgeConfigError(
+                    f"judge.model is {self.model!r}, of no provider that litellm knows; expected PROVIDER/MODEL, for "
+                    "example openai/gpt-5.4, or hosted_vllm/NAME with judge.api_base"
+                ) from None
+        return litellm
 
     @property
     def store(self) -> Store | None:

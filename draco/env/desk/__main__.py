@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from draco.env.base import Outcome
 from draco.env.desk.apps import describe
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import DeskEvaluator
@@ -49,7 +50,13 @@ def _play(task_id: str) -> None:
         turn, done = turn + 1, reply.done
         print("\n".join(reply.observations))
     outcome = DeskEvaluator().evaluate(task, episode.end_state())
-    print("success" if outcome.success else f"failure: {dict(outcome.detail['steps'])}")
+    print("success" if outcome.success else f"failure: {_reasons(outcome)}")
+
+
+def _reasons(outcome: Outcome) -> str:
+    """What went wrong, and at which steps."""
+    shown = [f"{fault} (step {', '.join(str(s) for s in steps)})" for fault, steps in outcome.detail["steps"].items()]
+    return "; ".join(shown) or "the end state is not what the task asks for"
 
 
 def main(words: Sequence[str]) -> int:

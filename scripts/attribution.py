@@ -1,0 +1,85 @@
+"""Where blame went in a run on `desk`, whose evaluator knows the step that caused each failure.
+
+    python scripts/attribution.py runs/ablation/dynamic-step-s0 [runs/…]
+
+Over rollouts that failed and got a negative advantage, by window of training steps:
+
+    cited        the judge's failing verdicts cite the causal step (one of them, where there are several)
+    step share   of the blame A·N that the run's credit put on the causal steps, Σ n_j·a_j / (A·N) over them
+    uniform      the share that uniform credit would have put there, Σ n_j / N
+    no credit    rollouts to which step credit gave no distinction (`unanimous`, or a fallback)
+
+Read after the fact, for the eyes only: nothing that trains can see a causal step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from draco.archive import read_table
+from draco.env.desk.evaluator import DeskEvaluator
+from draco.env.desk.scenarios import plan
+
+WINDOWS = 4
+
+
+def rows(run: Path) -> list[tuple[int, bool, float, float, bool]]:
+    """(training step, causal step cited, its share of the blame, its share of the tokens, no distinction)."""
+    cited: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    for v in read_table(run, "verdicts").select(["step", "group", "sample", "score", "cited_steps"]).to_pylist():
+        if v["score"] == -1:
+            cited[v["step"], v["group"], v["sample"]] |= set(v["cited_steps"] or ())
+    ends = {
+        (t["step"], t["group"], t["sample"]): (t["task_id"], t["end_state"])
+        for t in read_table(run, "trajectories").select(["step", "group", "sample", "task_id", "end_state"]).to_pylist()
+    }
+    found = []
+    for c in read_table(run, "credits").to_pylist():
+        key = (c["step"], c["group"], c["sample"])
+        if c["advantage"] >= 0:
+            continue
+        task, end = ends[key]
+        outcome = DeskEvaluator().judge(plan(task), end)
+        causal = [j for j in outcome.causal_steps if j <= len(c["step_tokens"])]
+        if outcome.success or not causal:
+            continue
+        tokens, total = c["step_tokens"], sum(c["step_tokens"])
+        blame = sum(tokens[j - 1] * c["step_advantages"][j - 1] for j in causal) / (c["advantage"] * total)
+        plain = sum(tokens[j - 1] for j in causal) / total
+        found.append((c["step"], bool(cited[key] & set(causal)), blame, plain, c["reason"] != "credited"))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Print one table a run."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    console = Console()
+    for name in arguments:
+        found = rows(Path(name))
+        if not found:
+            console.print(f"{name}: no failed rollout with a negative advantage")
+            continue
+        last = max(step for step, *_ in found) + 1
+        table = Table(title=name, title_justify="left")
+        for column in ("steps", "rollouts", "cited", "step share", "uniform", "no credit"):
+            table.add_column(column, justify="right")
+        for w in range(WINDOWS):
+            low, high = last * w // WINDOWS, last * (w + 1) // WINDOWS
+            part = [r for r in found if low <= r[0] < high]
+            if part:
+                shares = (f"{mean(r[i] for r in part):.1%}" for i in (1, 2, 3, 4))
+                table.add_row(f"{low}-{high - 1}", str(len(part)), *shares)
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
