@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from draco.durable import publish
 from draco.types import Credit, Group, Message, Step, Task, Termination, Trajectory
 
-__all__ = ["TABLES", "read_table", "read_trajectories", "step_folder", "step_folders", "write_step"]
+__all__ = ["TABLES", "read_calls", "read_table", "read_trajectories", "step_folder", "step_folders", "write_step"]
 
 _NAME = re.compile(r"step=(\d{6,})")
 _INTS, _FLOATS, _TEXTS = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.string())
@@ -230,6 +230,18 @@ def read_table(run: Path, name: str, steps: Iterable[int] | None = None) -> pa.T
     if not files:
         raise FileNotFoundError(f"no {name}.parquet under {run / 'archive'}")
     return pa.concat_tables([pq.read_table(f, partitioning=None) for f in files], promote_options="default")
+
+
+def read_calls(run: Path, steps: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """Judge calls with their texts: `messages` as [(role, content)] byte for byte as sent, `reply` as it came.
+
+    Raises:
+        FileNotFoundError: the run has no judge calls.
+    """
+    rows: list[dict[str, Any]] = read_table(run, "judge_calls", steps).to_pylist()
+    for row in rows:
+        row["messages"] = [(role, content) for role, content in json.loads(row["messages"])]
+    return rows
 
 
 def read_trajectories(table: pa.Table) -> list[Trajectory]:
