@@ -7,6 +7,7 @@ drawn can be checked.
 from __future__ import annotations
 
 import csv
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ __all__ = ["Figure", "Panel", "Series", "write_figure"]
 #: Okabe–Ito: distinguishable with any colour vision, and in print
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
-_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform", "base"]
+_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform", "base",
+          "propose_task", "propose_rollout", "merge", "score", "attribute"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,14 @@ def _draw(figure: Figure) -> Any:
             shared.setdefault(label, handle)
     for axis in axes[len(figure.panels) :]:
         axis.set_axis_off()
-    if len(shared) > 1 or any(p.kind != "scatter" for p in figure.panels):
-        labels = sorted(shared, key=_rank)
-        if labels:
-            drawn.legend([shared[k] for k in labels], labels, loc="outside lower center", ncols=min(len(labels), 4))
-    if figure.note:
-        drawn.supxlabel("\n".join(textwrap.wrap(figure.note, int(width * 13))), fontsize=8, color="#555555")
+    note = "\n".join(textwrap.wrap(figure.note, int(width * 13)))
+    labels = sorted(shared, key=_rank)
+    if len(labels) > 1 or (labels and figure.panels[0].kind != "scatter" and len(figure.panels) == 1):
+        handles = [shared[k] for k in labels]
+        drawn.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), title=note or None,
+                     title_fontsize=8)  # fmt: skip
+    elif note:
+        drawn.supxlabel(note, fontsize=8, color="#555555")
     return drawn
 
 
@@ -147,11 +151,25 @@ def _gap(axis: Any, text: str) -> None:
     axis.grid(False)
 
 
+def _broken(x: Sequence[float], y: Sequence[float], spacing: float) -> tuple[list[float], list[float]]:
+    """The same points with a break wherever one is missing: a line must not run over steps that have no number."""
+    xs, ys = list(x[:1]), list(y[:1])
+    for before, here, value in zip(x, x[1:], y[1:], strict=False):
+        if here - before > 1.5 * spacing:
+            xs.append((before + here) / 2)
+            ys.append(math.nan)
+        xs.append(here)
+        ys.append(value)
+    return xs, ys
+
+
 def _line(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
+    gaps = [b - a for s in panel.series for a, b in zip(s.x, s.x[1:], strict=False)]
+    spacing = min(gaps, default=1.0)
     for s in panel.series:
         colour = colours[s.colour or s.label]
         sparse = len(s.x) <= 12
-        axis.plot(s.x, s.y, ":" if s.dotted else "-", label=s.label, color=colour, linewidth=1.8,
+        axis.plot(*_broken(s.x, s.y, spacing), ":" if s.dotted else "-", label=s.label, color=colour, linewidth=1.8,
                   marker=MARKERS[list(colours).index(s.colour or s.label) % len(MARKERS)] if sparse else None,
                   markersize=5)  # fmt: skip
         if s.low:
