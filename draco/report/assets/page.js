@@ -8,7 +8,7 @@ function el(tag, options = {}, ...children) {
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value !== undefined && value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
-  for (const child of children.flat()) if (child !== null && child !== undefined) node.append(child instanceof Node ? child : String(child));
+  for (const child of children.flat(Infinity)) if (child !== null && child !== undefined) node.append(child instanceof Node ? child : String(child));
   return node;
 }
 const num = (v, digits = 3) => v === null || v === undefined ? "–" : Number(v).toFixed(digits).replace(/^-/, "−");
