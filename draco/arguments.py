@@ -9,7 +9,9 @@ from draco.errors import ConfigError
 __all__ = ["parse"]
 
 
-def parse(arguments: Sequence[str], options: Iterable[str], prefixes: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+def parse(
+    arguments: Sequence[str], options: Iterable[str], prefixes: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
     """Bare words, and options by name.
 
     Args:

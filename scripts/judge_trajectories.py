@@ -1,4 +1,4 @@
-"""Judge finished trajectories of any agent: rubric, verdicts, rewards, step credits, archive and report.html. No training.
+"""Judge finished trajectories of any agent: rubric, verdicts, rewards, step credits, archive, report.html; no training.
 
     python scripts/judge_trajectories.py input=runs.jsonl judge=litellm judge.model=openai/gpt-5.4
     python scripts/judge_trajectories.py input=labelled.jsonl judge=labels
@@ -56,7 +56,9 @@ def main(arguments: list[str]) -> None:
     passed = [f"{k}={v}" for k, v in given.items() if k in {"rubric", "credit"} or "." in k]
     config = composed([*passed, *([] if labels or "judge" not in given else [f"judge={given['judge']}"])])
     if not labels and "scripted" in str(config.judge.get("model", "")):
-        raise ConfigError("judge=scripted knows the embedded environment alone; use judge=litellm judge.model=… or labels")
+        raise ConfigError(
+            "judge=scripted knows the embedded environment alone; use judge=litellm judge.model=… or labels"
+        )
     prepare(run, overwrite=given.get("overwrite", "false").lower() == "true")
     write_config(_kept(config, outside, labels, source), run)
     batch = int(given.get("batch", 16))
@@ -91,19 +93,11 @@ def _write(run: Path, step: int, groups: list[Group], credits: list[Credit], rec
 def _kept(config: DictConfig, outside: Outside, labels: bool, source: Path) -> DictConfig:
     """What the run folder says of itself: enough for replay.py, report.py and replay_judge.py."""
     content: dict[str, Any] = {
-        "steps": 0,
-        "env": {"name": outside.form},
-        "input": str(source),
-        "rubric": {"name": "labels", "stage": {}} if labels else config.rubric,
-        "credit": config.credit,
-        "judge": {"model": "labels of the file"} if labels else config.judge,
-        "advantage": config.advantage,
-        "resume": None,
+        name: OmegaConf.to_container(config[name], resolve=True) for name in ("rubric", "credit", "judge", "advantage")
     }
-    whole = OmegaConf.merge(config, {})
-    for key, value in content.items():
-        OmegaConf.update(whole, key, value, merge=False, force_add=True)
-    return OmegaConf.create({k: whole._get_node(k) for k in content} | {"update": config["update"]})
+    if labels:
+        content |= {"rubric": {"name": "labels", "stage": {}}, "judge": {"model": "labels of the file"}}
+    return OmegaConf.create({"steps": 0, "env": {"name": outside.form}, "input": str(source), **content})
 
 
 def show(run: Path, outside: Outside) -> None:
@@ -117,8 +111,8 @@ def show(run: Path, outside: Outside) -> None:
         for reason, count in n.reasons.items():
             reasons[reason] = reasons.get(reason, 0) + count
     write_page(opened, numbers)
-    print(f"{outside.form}: {total} trajectories in {len(outside.groups)} groups; {judged} judged, {total - judged} not "
-          "(in the archive's table of failures, with reasons)")  # fmt: skip
+    print(f"{outside.form}: {total} trajectories in {len(outside.groups)} groups; {judged} judged, "
+          f"{total - judged} not (in the archive's table of failures, with reasons)")  # fmt: skip
     print("credit: " + ", ".join(f"{k} {v}" for k, v in sorted(reasons.items())))
     print(f"archive: {run / 'archive'}\npage:    {run / 'report.html'}")
 

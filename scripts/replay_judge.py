@@ -73,12 +73,29 @@ def main(arguments: list[str]) -> None:
 def show(summary: dict[str, Any], console: Console) -> None:
     """A row a window."""
     table = Table(title=f"{summary['judge']} against {summary['reference']}")
-    columns = ("calls", "pairs", "agreement", "all_pass_baseline", "false_pass", "false_fail", "kappa", "ac1", "recall", "precision")
+    columns = (
+        "calls",
+        "pairs",
+        "agreement",
+        "all_pass_baseline",
+        "false_pass",
+        "false_fail",
+        "kappa",
+        "ac1",
+        "recall",
+        "precision",
+    )
     for name in ("steps", *columns):
         table.add_column(name.replace("_", " "), justify="right")
     for row in [*summary["windows"], {"first_step": None, **summary["all"]}]:
         label = "all" if row["first_step"] is None else f"from {row['first_step'] + 1}"
-        table.add_row(label, *("–" if row[c] is None else f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c]) for c in columns))
+        table.add_row(
+            label,
+            *(
+                "–" if row[c] is None else f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c])
+                for c in columns
+            ),
+        )
     console.print(table)
 
 

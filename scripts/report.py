@@ -2,15 +2,15 @@
 
     python scripts/report.py runs/NAME [runs/OTHER … results/MODEL …]
 
-Writes `tables/*.{csv,md}` and `figures/*.{svg,png,csv}` into the run folder (several folders: into `report/`, or where
-out= says), and `report.html` with the credit viewer into every run folder. A folder of evaluation files without a run
-(scripts/evaluate.py policy=litellm … out=FOLDER) gives frontier rows.
+Writes `tables/*.{csv,md}` and `figures/*.{svg,png,csv}` into the run folder (several folders: into `report/`, or
+where out= says), and `report.html` with the credit viewer into every run folder. A folder of evaluation files without
+a run (scripts/evaluate.py policy=litellm … out=FOLDER) gives frontier rows.
 
 Options (key=value):
     out        folder for tables and figures
     window     training steps a window (default 10)
-    prices     USD per million tokens of the policy, READ,WRITTEN or READ,READ_AGAIN,WRITTEN, where an evaluation counted
-               tokens but had no prices
+    prices     USD per million tokens of the policy, READ,WRITTEN or READ,READ_AGAIN,WRITTEN, where an evaluation
+               counted tokens but had no prices
     html       true (default) | false: report.html
     max_mb     size that report.html may have; more steps are thinned out evenly (default 64)
     max_text   characters of one action, observation or judge reply in report.html (default 4000)

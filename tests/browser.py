@@ -98,7 +98,9 @@ class Browser:
 
     def open(self, file: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Open a file and wait until it is loaded."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
         self._events.clear()
@@ -127,7 +129,9 @@ class Browser:
 
     def hover(self, selector: str) -> None:
         """Move the mouse over an element."""
-        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.run(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
         box = self.run(
             f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
             " return [r.x + Math.min(r.width, 40) / 2, r.y + r.height / 2]; })()"

@@ -24,7 +24,17 @@ from draco.advantage import dropout, rewards
 from draco.archive import write_step
 from draco.judge.records import CallRecord
 from draco.types import (
-    Credit, Criterion, Failure, Group, Judgement, Message, Step, Task, Termination, Trajectory, Verdict,
+    Credit,
+    Criterion,
+    Failure,
+    Group,
+    Judgement,
+    Message,
+    Step,
+    Task,
+    Termination,
+    Trajectory,
+    Verdict,
 )  # fmt: skip
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e{{data}}'
@@ -66,7 +76,8 @@ def credit_of(step: int, trajectories: tuple[Trajectory, ...], lost: tuple[Failu
 def call(step: int, phase: str, sample: int, reply: str, usd: float | None = 0.25) -> CallRecord:
     """One judge call."""
     return CallRecord(
-        phase=phase, task_id=f"task{step}", sample=sample, step=step, model="judge/one", served_model="", fingerprint="",
+        phase=phase, task_id=f"task{step}", sample=sample, step=step, model="judge/one", served_model="",
+        fingerprint="",
         prompt_version="v", prompt_hash=f"{phase}{sample}", temperature=0.1, attempt=1, outcome="ok", error="",
         tokens_in=100, tokens_out=10, tokens_cached=0, cost_usd=usd, latency_s=0.5,
         messages=(("system", "you judge"), ("user", "[step 1] action:\nx\n")), reply=reply,
@@ -97,7 +108,11 @@ def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: i
     )  # fmt: skip
     second = (trajectory(tasks[1], 0, (2, 2), submitted), trajectory(tasks[1], 1, (2, 2), submitted))
     lost = trajectory(tasks[1], 2, (1,), Termination.ENVIRONMENT_ERROR)
-    calls = [call(0, "score", 0, score_reply(1, 1)), call(0, "score", 1, score_reply(-1, 1)), call(0, "attribute", 0, "{}", 0.5)]
+    calls = [
+        call(0, "score", 0, score_reply(1, 1)),
+        call(0, "score", 1, score_reply(-1, 1)),
+        call(0, "attribute", 0, "{}", 0.5),
+    ]
     write_step(path, 0, [Group(tasks[0], first, 0, 0)], [credit_of(0, first)], calls)
     failure = (Failure(2, "rollout", "environment_error"),)
     write_step(path, 1, [Group(tasks[1], (*second, lost), 0, 1)], [credit_of(1, second, failure)],
@@ -116,7 +131,9 @@ def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: i
     )  # fmt: skip
     for name, good in (("before", (0, 0)), ("after", (1, 2))):
         (path / f"evaluation_{name}.json").write_text(json.dumps(evaluation(good)), encoding="utf-8")
-    (path / "summary.json").write_text(json.dumps({"setting": f"{rubric}+{credit}", "judge_cost_usd": None}), encoding="utf-8")
+    (path / "summary.json").write_text(
+        json.dumps({"setting": f"{rubric}+{credit}", "judge_cost_usd": None}), encoding="utf-8"
+    )
     return path
 
 
@@ -125,7 +142,5 @@ def evaluation(good: tuple[int, int], cost: float | None = None) -> dict[str, ob
     from draco.evaluation.metrics import summarise
     from draco.evaluation.records import EvalRecord
 
-    records = [
-        EvalRecord(f"e{t}", "s", t + 1, i, i < good[t], "submitted", 3 + t, 10) for t in (0, 1) for i in (0, 1)
-    ]
+    records = [EvalRecord(f"e{t}", "s", t + 1, i, i < good[t], "submitted", 3 + t, 10) for t in (0, 1) for i in (0, 1)]
     return {"split": "test_normal", **summarise(records), "cost_usd": cost, "records": [r.as_dict() for r in records]}

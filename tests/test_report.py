@@ -44,7 +44,7 @@ def test_a_step_is_counted_as_by_hand(run: Path) -> None:
     # Rollout 0 has passes only, rollout 2 one fail only; rollout 1 has both.
     assert first.inert == 2
     assert first.terminations == {"submitted": 2, "length_limit": 1}
-    # Surviving citations: rollout 0: step 1 twice, 2 once, 3 never; rollout 1: 1 once, 2 twice, 3 never; rollout 2: once.
+    # Surviving citations of steps 1, 2, 3: rollout 0: 2, 1, 0; rollout 1: 1, 2, 0; rollout 2 has one step: 1.
     assert first.citations == {0: 2, 1: 3, 2: 2}
     # Q of rollout 1: step 1 = 1, step 2 = 1/2, step 3 = their mean 3/4 → variance 1/24.
     assert first.quality_spread == pytest.approx((0.0, (1 / 24) ** 0.5, 0.0))
@@ -161,7 +161,10 @@ def test_figures_are_drawn_and_their_numbers_written(tmp_path: Path, figures: di
         assert "</svg>" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
     with open(tmp_path / "F11_inert_share.csv", encoding="utf-8", newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert [(r["series"], r["x"], float(r["y"])) for r in rows] == [("dynamic+step", "1.0", 2 / 3), ("dynamic+step", "2.0", 1.0)]
+    assert [(r["series"], r["x"], float(r["y"])) for r in rows] == [
+        ("dynamic+step", "1.0", 2 / 3),
+        ("dynamic+step", "2.0", 1.0),
+    ]
     drawn = (tmp_path / "F8_judge_cost.svg").read_text(encoding="utf-8")
     assert "no data:" in drawn
     write_figure(Figure("empty", "t", "", "", (Panel("", (Series("a", (), ()),)),)), tmp_path)
@@ -190,7 +193,7 @@ def test_spread() -> None:
 
 def test_paired_bootstrap_pairs() -> None:
     a = {f"t{i}": float(i % 2) for i in range(40)}
-    better = paired_bootstrap(a, {t: 1.0 for t in a})
+    better = paired_bootstrap(a, dict.fromkeys(a, 1.0))
     assert better.mean == 0.5
     assert 0.3 < better.low < 0.5 < better.high < 0.7
     # The same run twice: no noise at all, which two unpaired samples would have.

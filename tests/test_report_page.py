@@ -1,4 +1,4 @@
-"""report.html in headless Chromium: click through, keys, hover, both widths, light and dark, hostile text, a large run."""
+"""report.html in headless Chromium: clicks, keys, hover, both widths, light and dark, hostile text, a large run."""
 
 from __future__ import annotations
 
@@ -94,12 +94,14 @@ def test_click_through(browser: Browser, page: Path) -> None:
     assert browser.run("document.querySelectorAll('.rollout').length") == 3
     assert "R = 1.000" in browser.run("document.querySelector('.rollout').textContent")
     assert HOSTILE in browser.run(
-        "(() => { document.querySelector('#opening summary').click(); return document.getElementById('opening').textContent; })()"
+        "(() => { document.querySelector('#opening summary').click();"
+        " return document.getElementById('opening').textContent; })()"
     )
     # Rollout 0 (A = 1, N = 8): step 1 is cited by two passes, step 3 by nothing.
-    browser.run("document.querySelector('.step[data-rollout=\"0\"][data-step=\"0\"]').click()")
+    browser.run('document.querySelector(\'.step[data-rollout="0"][data-step="0"]\').click()')
     text = browser.run(DETAIL)
-    for part in ("n_j = 2 tokens, N = 8, A = +1.000", "Q_j = p/(p+f) = 2/(2+0) = 1.000", "w_j = Q_j = 1.000", "Σ w = 3.000",
+    for part in ("n_j = 2 tokens, N = 8, A = +1.000", "Q_j = p/(p+f) = 2/(2+0) = 1.000",
+                 "w_j = Q_j = 1.000", "Σ w = 3.000",
                  "n_j·a_j = +2.67, 33.3% of A·N = +8.00", HOSTILE, "criterion A", "criterion B"):  # fmt: skip
         assert part in text
     browser.run("document.getElementById('show-tokens').click()")
@@ -117,7 +119,9 @@ def test_click_through(browser: Browser, page: Path) -> None:
     assert "no signal" in browser.run("document.getElementById('rollouts').textContent")
     assert "not in the group" in browser.run("document.getElementById('rollouts').textContent")
     assert "environment_error" in browser.run("document.getElementById('rollouts').textContent")
-    assert "at least $0.0000 (a model has no known price)" in browser.run("document.getElementById('calls').textContent")
+    assert "at least $0.0000 (a model has no known price)" in browser.run(
+        "document.getElementById('calls').textContent"
+    )
     clean(browser, page)
 
 
@@ -164,7 +168,9 @@ def test_keys(browser: Browser, page: Path) -> None:
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (400, False), (400, True)])
 def test_widths_and_schemes(browser: Browser, page: Path, width: int, dark: bool) -> None:
     opened(browser, page, width=width, dark=dark)
-    colours = browser.run("(() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; })()")
+    colours = browser.run(
+        "(() => { const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]; })()"
+    )
     ink, paper = (sum(map(int, re.findall(r"\d+", c)[:3])) for c in colours)
     assert (paper < 150 < 600 < ink) if dark else (ink < 150 < 600 < paper)
     first = browser.run("document.querySelector('.rollout').getBoundingClientRect().width")
@@ -194,10 +200,13 @@ def test_a_hundred_steps_of_96_rollouts_stay_responsive(browser: Browser, tmp_pa
     blocks = re.findall(r'<script type="text/plain" id="g0-\d+">.*?</script>', text, re.DOTALL)
     assert len(blocks) == 16
     many = "\n".join(b.replace('id="g0-', f'id="g{s}-') for s in range(1, 100) for b in blocks)
-    heads = (run / "report.html")
+    heads = run / "report.html"
     heads.write_text(text.replace(blocks[0], many + "\n" + blocks[0], 1), encoding="utf-8")
     opened(browser, heads)
-    browser.run("(async () => { const i = await decode('index'); state.index.steps = Array.from({length: 100}, (_, s) => ({step: s, groups: i.steps[0].groups})); })()")
+    browser.run(
+        "(async () => { const i = await decode('index');"
+        " state.index.steps = Array.from({length: 100}, (_, s) => ({step: s, groups: i.steps[0].groups})); })()"
+    )
     started = time.monotonic()
     for step in (50, 99, 3):
         browser.run(f"go({step}, 7)")

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import calibrate_judge
+import judge_trajectories
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_fixture import score_reply, write_run
-
-import calibrate_judge
-import judge_trajectories
 import replay as replay_script
 import replay_judge
+from report_fixture import score_reply, write_run
+
 from draco.analysis.audit import read_sheet, write_sheet
 from draco.analysis.judge_replay import criteria_overlap, load_results, replay_calls, replayable, summarise_replay
 from draco.analysis.outside import judge_by_labels, read_groups_of
@@ -100,13 +100,17 @@ def test_a_judge_is_replayed_byte_for_byte_and_goes_on(run: Path, tmp_path: Path
     file = tmp_path / "calls.jsonl"
     counts = asyncio.run(replay_calls(calls, other, file))  # type: ignore[arg-type]
     assert counts == {"sent": 3, "failed": 1, "kept": 0, "left": 0}
-    assert other.asked[0] == [{"role": "system", "content": "you judge"}, {"role": "user", "content": "[step 1] action:\nx\n"}]
+    assert other.asked[0] == [
+        {"role": "system", "content": "you judge"},
+        {"role": "user", "content": "[step 1] action:\nx\n"},
+    ]
     with open(file, "a", encoding="utf-8") as stream:
         stream.write('{"key": "cut o')
     again = OtherJudge({10: (1,)})
     assert asyncio.run(replay_calls(calls, again, file)) == {"sent": 1, "failed": 0, "kept": 2, "left": 0}  # type: ignore[arg-type]
     summary = summarise_replay(load_results(file).values(), "judge/two", 1)
-    # Reference [1, 1] [−1, 1] [−1] against [1, −1] [1, 1] [1]: 2 of 5 agree; both fails were passed, 1 of 3 passes failed.
+    # Reference [1, 1] [−1, 1] [−1] against [1, −1] [1, 1] [1]: 2 of 5 agree,
+    # both fails were passed, 1 of 3 passes failed.
     assert summary["all"]["pairs"] == 5
     assert summary["all"]["agreement"] == pytest.approx(2 / 5)
     assert summary["all"]["all_pass_baseline"] == pytest.approx(3 / 5)
@@ -137,7 +141,11 @@ def test_money_stops_a_replay(run: Path, tmp_path: Path) -> None:
 def test_criteria_overlap_pairs_one_to_one() -> None:
     pytest.importorskip("rapidfuzz", reason="rapidfuzz comes with the extra `report`")
     reference = [("Pays the right person", "the payment goes to ana"), ("Reads all pages", "every page is read")]
-    other = [("Pays the right person", "payment to ana"), ("Pays the right person", "payment to ana"), ("Says thanks", "polite")]
+    other = [
+        ("Pays the right person", "payment to ana"),
+        ("Pays the right person", "payment to ana"),
+        ("Says thanks", "polite"),
+    ]
     assert criteria_overlap(reference, other) == (1, 2, 3)
 
 
@@ -204,7 +212,13 @@ def chat(*texts: str | None) -> list[dict[str, Any]]:
 
 def labelled(task: int, sample: int, labels: dict[str, int], final: int) -> dict[str, Any]:
     messages = chat(*[None] * (len(labels) - 1), "the end")
-    return {"query_index": task, "sample_index": sample, "messages": messages, "step_labels": labels, "final_label": final}
+    return {
+        "query_index": task,
+        "sample_index": sample,
+        "messages": messages,
+        "step_labels": labels,
+        "final_label": final,
+    }
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -218,7 +232,10 @@ def test_chat_messages_become_steps(tmp_path: Path) -> None:
     (group,) = read_groups_of(write(tmp_path / "f.jsonl", [row, row])).groups
     first, second = group.trajectories
     assert (first.sample, second.sample) == (0, 1)
-    assert [(s.action, s.observation) for s in first.steps] == [('search({"q": "x"})', "found"), ("two words", "(user) thanks")]
+    assert [(s.action, s.observation) for s in first.steps] == [
+        ('search({"q": "x"})', "found"),
+        ("two words", "(user) thanks"),
+    ]
     assert first.step_tokens == (17, 2)
     assert first.task.instruction == "find x"
 
@@ -226,7 +243,8 @@ def test_chat_messages_become_steps(tmp_path: Path) -> None:
 def test_every_malformed_row_is_named_and_nothing_is_judged(tmp_path: Path) -> None:
     good = {"task_id": "a", "messages": chat("x")}
     rows = [
-        good, {"messages": chat("x")}, {"task_id": "a", "messages": "x"}, {"task_id": "a", "messages": [{"content": "x"}]},
+        good, {"messages": chat("x")}, {"task_id": "a", "messages": "x"},
+        {"task_id": "a", "messages": [{"content": "x"}]},
         {"task_id": "a", "messages": chat()}, 3, {**good, "sample": 0},
         {"task_id": "a", "messages": [{"role": "assistant", "content": 5}]},
     ]  # fmt: skip
@@ -235,8 +253,10 @@ def test_every_malformed_row_is_named_and_nothing_is_judged(tmp_path: Path) -> N
     text = str(caught.value)
     assert "7 malformed rows" in text
     for part in (
-        "line 2: field 'task_id'", "line 3: field 'messages'", "line 4: field messages[0].role", "line 5: field 'messages': no assistant",
-        "line 6: expected an object", "line 7: field 'sample': task 'a' has a trajectory 0", "line 8: field messages[0].content",
+        "line 2: field 'task_id'", "line 3: field 'messages'", "line 4: field messages[0].role",
+        "line 5: field 'messages': no assistant",
+        "line 6: expected an object", "line 7: field 'sample': task 'a' has a trajectory 0",
+        "line 8: field messages[0].content",
     ):  # fmt: skip
         assert part in text
     (tmp_path / "g.jsonl").write_text('{"task_id": 1}\n{oops\n', encoding="utf-8")
@@ -250,8 +270,10 @@ def test_tau_results_of_both_shapes(tmp_path: Path) -> None:
     found = read_groups_of(tmp_path / "old.json")
     assert (found.form, dict(found.final_labels)) == ("tau_bench", {("0", 0): -1, ("0", 1): 1})
     simulations = [
-        {"task_id": "task_001", "trial": 0, "messages": chat("a"), "reward_info": {"reward": 1.0}, "termination_reason": "user_stop"},
-        {"task_id": "task_001", "trial": 1, "messages": chat("a"), "reward_info": None, "termination_reason": "infrastructure_error"},
+        {"task_id": "task_001", "trial": 0, "messages": chat("a"), "reward_info": {"reward": 1.0},
+         "termination_reason": "user_stop"},
+        {"task_id": "task_001", "trial": 1, "messages": chat("a"), "reward_info": None,
+         "termination_reason": "infrastructure_error"},
     ]  # fmt: skip
     (tmp_path / "new.json").write_text(json.dumps({"simulations": simulations}), encoding="utf-8")
     (group,) = read_groups_of(tmp_path / "new.json").groups
@@ -259,9 +281,18 @@ def test_tau_results_of_both_shapes(tmp_path: Path) -> None:
 
 
 def test_labels_as_verdicts(tmp_path: Path) -> None:
-    rows = [labelled(0, 0, {"2": 1, "4": -1, "6": 1}, -1), labelled(0, 1, {"2": 1, "4": 0, "6": 1}, 1), labelled(1, 0, {"2": 1}, 1)]
+    rows = [
+        labelled(0, 0, {"2": 1, "4": -1, "6": 1}, -1),
+        labelled(0, 1, {"2": 1, "4": 0, "6": 1}, 1),
+        labelled(1, 0, {"2": 1}, 1),
+    ]
     judged, alone = judge_by_labels(read_groups_of(write(tmp_path / "f.jsonl", rows)))
-    assert [c.title for c in judged.criteria] == ["Reaches the right result", "Step 1 is sound", "Step 2 is sound", "Step 3 is sound"]
+    assert [c.title for c in judged.criteria] == [
+        "Reaches the right result",
+        "Step 1 is sound",
+        "Step 2 is sound",
+        "Step 3 is sound",
+    ]
     assert judged.dropped == (False, True, False, True)
     assert judged.rewards == (-1.0, 1.0)  # result and step 2 fail; result passes, step 2 is n.a.
     assert judged.verdicts[2][0].steps == (2,)
@@ -295,7 +326,9 @@ def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:
 
 
 def test_arguments() -> None:
-    words, given = parse(["runs/step=1", "a=1", "--judge", "x", "--max-usd=2", "judge.model=m/n"], {"a", "judge", "max_usd"}, ("judge.",))
+    words, given = parse(
+        ["runs/step=1", "a=1", "--judge", "x", "--max-usd=2", "judge.model=m/n"], {"a", "judge", "max_usd"}, ("judge.",)
+    )
     assert words == ["runs/step=1"]
     assert given == {"a": "1", "judge": "x", "max_usd": "2", "judge.model": "m/n"}
     with pytest.raises(ConfigError, match="unknown option b"):

@@ -105,6 +105,9 @@ async def replay_calls(
     counts = {"sent": 0, "failed": 0, "kept": 0, "left": 0}
     spent = sum(r["usd"] or 0.0 for r in done.values())
     file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_file() and not file.read_bytes().endswith(b"\n"):
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write("\n")  # after a line that a kill cut off
     gate = asyncio.Semaphore(64)
 
     async def one(call: Mapping[str, Any]) -> None:
@@ -197,7 +200,9 @@ def summarise_replay(results: Iterable[Mapping[str, Any]], judge: str, window: i
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    pairs = [(a[1], b[1]) for r in rows if r["phase"] == "score" for a, b in zip(r["reference"], r["other"], strict=True)]
+    pairs = [
+        (a[1], b[1]) for r in rows if r["phase"] == "score" for a, b in zip(r["reference"], r["other"], strict=True)
+    ]
     matched = written = others = 0
     for r in rows:
         if r["phase"] in {"propose_task", "propose_rollout", "merge"}:

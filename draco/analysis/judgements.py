@@ -39,7 +39,8 @@ def read_credits(run: Path, step: int) -> list[Credit]:
         rows[name] = by_group
     groups = {g.index: g for g in read_groups(run, step)}
     return [
-        _credit(groups[index], {name: r.get(index, ()) for name, r in rows.items()}) for index in sorted(rows["credits"])
+        _credit(groups[index], {name: r.get(index, ()) for name, r in rows.items()})
+        for index in sorted(rows["credits"])
     ]
 
 

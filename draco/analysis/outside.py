@@ -68,7 +68,9 @@ def read_groups_of(path: Path) -> Outside:
             continue
         task = trajectory.task.id
         if any(t.sample == trajectory.sample for t in members[task]):
-            faults.append(f"{where}: field {_FIELDS[form][1]!r}: task {task!r} has a trajectory {trajectory.sample} already")
+            faults.append(
+                f"{where}: field {_FIELDS[form][1]!r}: task {task!r} has a trajectory {trajectory.sample} already"
+            )
             continue
         members[task].append(trajectory)
         if step_labels is not None:
@@ -142,9 +144,9 @@ def _trajectory(form: str, row: Any, default: int) -> tuple[Trajectory, Mapping[
     if not isinstance(given, list) or not given:
         raise _Fault(f"field {messages_field!r}: expected a list of messages, got {type(given).__name__}")
     messages = [_message(m, f"{messages_field}[{i}]") for i, m in enumerate(given)]
-    steps, positions, ids, step_of = _steps(messages, given)
-    if not steps:
+    if not any(m.role == "assistant" for m in messages):
         raise _Fault(f"field {messages_field!r}: no assistant turn in {len(messages)} messages")
+    steps, positions, ids, step_of = _steps(messages, given)
     instruction = str(row.get("question") or row.get("instruction") or _first_user(messages))
     end = _ENDS.get(str(row.get("termination_reason", "")).removeprefix("TerminationReason.").lower())
     trajectory = Trajectory(
@@ -200,7 +202,9 @@ def _steps(
         usage = given[at].get("usage") or {}
         stated = usage.get("completion_tokens") if isinstance(usage, dict) else None
         count = stated if isinstance(stated, int) and stated > 0 else max(len(_WORDS.findall(messages[at].content)), 1)
-        after = [m.content if m.role in {"tool", "function"} else f"({m.role}) {m.content}" for m in messages[at + 1 : stop]]
+        after = [
+            m.content if m.role in {"tool", "function"} else f"({m.role}) {m.content}" for m in messages[at + 1 : stop]
+        ]
         steps.append(Step(j + 1, (len(ids), len(ids) + count), messages[at].content, "\n".join(after), j + 1))
         ids += [-1] * count
         step_of += [j] * count
@@ -257,7 +261,9 @@ def judge_by_labels(outside: Outside) -> Iterator[Judgement]:
                 f"judge=labels: task {bare[0][0]!r}, trajectory {bare[0][1]} has no step_labels, final_label or reward "
                 f"({len(bare)} of {len(keys)} in its group)"
             )
-        failures = [Failure(t.sample, "rollout", str(t.termination)) for t in group.trajectories if t.termination.quarantined]
+        failures = [
+            Failure(t.sample, "rollout", str(t.termination)) for t in group.trajectories if t.termination.quarantined
+        ]
         if len(keys) < 2:
             failures += [Failure(s, "group", f"{len(keys)} member(s) left, a group needs 2") for _, s in keys]
             yield Judgement(Group(group.task, (), group.index, group.step), (), (), (), (), tuple(failures))
@@ -273,7 +279,9 @@ def judge_by_labels(outside: Outside) -> Iterator[Judgement]:
         kept = dropout(scores)
         yield Judgement(
             group=live,
-            criteria=tuple(Criterion(title, "As labelled in the file.", "As labelled in the file.") for title, _ in rows),
+            criteria=tuple(
+                Criterion(title, "As labelled in the file.", "As labelled in the file.") for title, _ in rows
+            ),
             verdicts=tuple(tuple(row) for _, row in rows),
             dropped=tuple((~kept).tolist()),
             rewards=tuple(rewards(scores, kept).tolist()),

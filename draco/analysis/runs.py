@@ -163,7 +163,9 @@ def _evaluations(path: Path, steps: int) -> tuple[Evaluation, ...]:
             continue
         checkpoint = str(content.get("checkpoint", file.stem))
         step = re.fullmatch(r"step=(\d+)", checkpoint)
-        found.append(_evaluation(checkpoint, 0 if checkpoint == "base" else int(step[1]) if step else None, False, file))
+        found.append(
+            _evaluation(checkpoint, 0 if checkpoint == "base" else int(step[1]) if step else None, False, file)
+        )
     return tuple(found)
 
 

@@ -63,9 +63,7 @@ class StepNumbers:
 def step_numbers(run: Path, step: int) -> StepNumbers:
     """Count one step."""
     ends = Counter(r["termination"] for r in _rows(run, step, "trajectories", ["termination"]))
-    credits = _rows(
-        run, step, "credits", ["group", "sample", "reward", "reason", "qualities", "step_tokens"]
-    )
+    credits = _rows(run, step, "credits", ["group", "sample", "reward", "reason", "qualities", "step_tokens"])
     dropped = {
         (r["group"], r["criterion"]): (r["dropped"], r["title"])
         for r in _rows(run, step, "criteria", ["group", "criterion", "dropped", "title"])

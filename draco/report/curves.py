@@ -36,7 +36,7 @@ def all_figures(
     cells = {s: [r for r in trained if r.setting == s] for s in sorted({r.setting for r in trained}, key=_rank)}
     seeds = max((len(c) for c in cells.values()), default=0)
     note = "Line: mean over seeds; band: lowest to highest seed." if seeds > 1 else ""
-    figures = [
+    return [
         _cost_success(runs, cells, prices),
         _terminations(cells, numbers),
         _pass_rate(cells, numbers, note),
@@ -49,7 +49,6 @@ def all_figures(
         _inert(cells, numbers, window),
         _citations(cells, numbers),
     ]
-    return figures
 
 
 def _rank(setting: str) -> tuple[int, str]:
@@ -57,7 +56,7 @@ def _rank(setting: str) -> tuple[int, str]:
 
 
 def over_seeds(label: str, curves: Sequence[Mapping[float, float]], **style: object) -> Series:
-    """Mean over seeds at every x that any seed has, with a band from the lowest to the highest where several have it."""
+    """Mean over seeds at every x that any seed has; the band runs from the lowest to the highest of them."""
     xs = sorted(set().union(*curves)) if curves else []
     columns = [[c[x] for c in curves if x in c] for x in xs]
     means = tuple(sum(c) / len(c) for c in columns)
@@ -84,7 +83,10 @@ def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: S
         groups = {"base": [e for r in trained if (e := r.base_evaluation(split))]}
         groups |= {s: [e for r in cell for e in r.final_evaluations(split)] for s, cell in cells.items()}
         for name, evaluations in groups.items():
-            cost, success = mean_std(e.cost_usd(prices) for e in evaluations), mean_std(e.figure("tgc") for e in evaluations)
+            cost, success = (
+                mean_std(e.cost_usd(prices) for e in evaluations),
+                mean_std(e.figure("tgc") for e in evaluations),
+            )
             if evaluations and (cost is None or success is None):
                 missing.append(name)
             elif cost and success:
@@ -105,9 +107,7 @@ def _terminations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[St
                 counts[s.step + 1].update(s.terminations)
         kinds = [k for k, _ in sum(counts.values(), Counter()).most_common()]
         xs = sorted(s for s in counts if counts[s].total())
-        series = [
-            Series(k, tuple(map(float, xs)), tuple(counts[x][k] / counts[x].total() for x in xs)) for k in kinds
-        ]
+        series = [Series(k, tuple(map(float, xs)), tuple(counts[x][k] / counts[x].total() for x in xs)) for k in kinds]
         panels.append(Panel(setting, tuple(series), "stack", gap="" if xs else "no archived step"))
     return Figure("F3_terminations", "F3 · How training rollouts end", "training step", "share of rollouts",
                   tuple(panels) or (_nothing("no run"),))  # fmt: skip
@@ -184,7 +184,8 @@ def _train_success(cells: Mapping[str, list[Run]], note: str) -> Figure:
         if any(curves):
             series.append(over_seeds(setting, [c for c in curves if c]))
     panel = Panel("", tuple(series), gap="" if series else "no train_success.csv: the environment has no evaluator")
-    return Figure("F7_train_success", "F7 · Success on training tasks (after the fact; never a reward)", "training step",
+    title = "F7 · Success on training tasks (after the fact; never a reward)"
+    return Figure("F7_train_success", title, "training step",
                   "share of rollouts", (panel,), note=note)  # fmt: skip
 
 
@@ -226,7 +227,8 @@ def _judge_replay(runs: Sequence[Run]) -> Figure:
         for file in sorted(run.path.glob("judge_replay/*/summary.json")):
             content = json.loads(file.read_text(encoding="utf-8"))
             rows = content["windows"]
-            names = (("agreement", "agreement"), ("all_pass_baseline", "all-pass baseline"), ("false_pass", "false pass"),
+            names = (("agreement", "agreement"), ("all_pass_baseline", "all-pass baseline"),
+                     ("false_pass", "false pass"),
                      ("false_fail", "false fail"), ("recall", "criteria recall"),
                      ("precision", "criteria precision"))  # fmt: skip
             series = []
@@ -240,9 +242,7 @@ def _judge_replay(runs: Sequence[Run]) -> Figure:
                   tuple(panels) or (_nothing(gap),))  # fmt: skip
 
 
-def _criteria(
-    cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int
-) -> list[Figure]:
+def _criteria(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int) -> list[Figure]:
     figures = []
     for setting, cell in cells.items():
         counted: Counter[str] = Counter()
@@ -264,10 +264,18 @@ def _criteria(
         note = f"Windows of {window} steps. In brackets: passes and fails. "
         note += f"The {len(panels)} most frequent of {len(counted)} titles." if len(counted) > len(panels) else ""
         figures.append(
-            Figure(f"F10_criteria_{setting.replace('+', '_')}", f"F10 · Pass rate per criterion, {setting}",
-                   "training step (start of window)", "pass rate", tuple(panels), note=note)  # fmt: skip
+            Figure(
+                f"F10_criteria_{setting.replace('+', '_')}",
+                f"F10 · Pass rate per criterion, {setting}",
+                "training step (start of window)",
+                "pass rate",
+                tuple(panels),
+                note=note,
+            )
         )
-    return figures or [Figure("F10_criteria", "F10 · Pass rate per criterion", "", "", (_nothing("no run with a rubric"),))]
+    return figures or [
+        Figure("F10_criteria", "F10 · Pass rate per criterion", "", "", (_nothing("no run with a rubric"),))
+    ]
 
 
 def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int) -> Figure:
@@ -310,7 +318,8 @@ def _citations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepN
                     f"cited ones, median {ordered[whole // 2]}.")  # fmt: skip
     gap = "no run with step credit: no citations were asked for"
     panel = Panel("", tuple(series), "bar", ticks, "" if series else gap)
-    return Figure("F12_citations", "F12 · Citations per step by surviving pass/fail verdicts", "citations", "share of steps",
+    title = "F12 · Citations per step by surviving pass/fail verdicts"
+    return Figure("F12_citations", title, "citations", "share of steps",
                   (panel,), note=" ".join(said))  # fmt: skip
 
 

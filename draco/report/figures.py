@@ -21,7 +21,8 @@ __all__ = ["Figure", "Panel", "Series", "write_figure"]
 #: Okabe–Ito: distinguishable with any colour vision, and in print
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
-_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform", "base",
+_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform",
+          "base",
           "propose_task", "propose_rollout", "merge", "score", "attribute"]  # fmt: skip
 
 
@@ -200,7 +201,9 @@ def _bar(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
     for i, s in enumerate(panel.series):
         axis.bar([x + (i - (len(panel.series) - 1) / 2) * width for x in s.x], s.y, width, label=s.label,
                  color=colours[s.colour or s.label])  # fmt: skip
-    axis.set_xticks(range(len(panel.ticks)), panel.ticks, rotation=30 if max(map(len, panel.ticks)) > 6 else 0, ha="right")
+    axis.set_xticks(
+        range(len(panel.ticks)), panel.ticks, rotation=30 if max(map(len, panel.ticks)) > 6 else 0, ha="right"
+    )
 
 
 _PLOTS = {"line": _line, "stack": _stack, "scatter": _scatter, "bar": _bar}

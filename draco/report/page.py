@@ -30,9 +30,7 @@ CURVES = (
 )  # fmt: skip
 
 
-def write_page(
-    run: Run, numbers: Sequence[StepNumbers], *, max_mb: float = 64.0, max_text: int = 4000
-) -> int:
+def write_page(run: Run, numbers: Sequence[StepNumbers], *, max_mb: float = 64.0, max_text: int = 4000) -> int:
     """Write report.html into the run folder.
 
     Args:
@@ -101,7 +99,9 @@ def _summary(run: Run) -> list[tuple[str, str]]:
     shown = []
     for key, value in run.summary.items():
         if isinstance(value, str | int | float) or value is None:
-            shown.append((key, "not measured" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)))
+            shown.append(
+                (key, "not measured" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
+            )
     return shown
 
 
@@ -126,7 +126,9 @@ def _curves(run: Run, numbers: Sequence[StepNumbers]) -> list[dict[str, Any]]:
                        "y": [s.verdicts.pass_rate for s in known], "first": True})  # fmt: skip
     if run.train_success:
         shares = {s + 1: good / known for s, (good, known) in run.train_success.items() if known}
-        curves.append({"name": "success on training tasks", "x": list(shares), "y": list(shares.values()), "first": True})
+        curves.append(
+            {"name": "success on training tasks", "x": list(shares), "y": list(shares.values()), "first": True}
+        )
     order = {name: i for i, name in enumerate(CURVES)}
     return sorted(curves, key=lambda c: (order.get(c["name"], len(order)), c["name"]))
 
@@ -146,7 +148,9 @@ def group_blocks(
     except FileNotFoundError:
         calls = []
     groups = sorted(tables["trajectories"] or tables["credits"])
-    return [_group(g, {name: rows.get(g, []) for name, rows in tables.items()}, calls, pieces, max_text) for g in groups]
+    return [
+        _group(g, {name: rows.get(g, []) for name, rows in tables.items()}, calls, pieces, max_text) for g in groups
+    ]
 
 
 def _group(

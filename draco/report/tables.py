@@ -68,7 +68,9 @@ def all_tables(runs: Sequence[Run], prices: Sequence[float] | None = None) -> li
     return [
         _success(trained, "T2_success", "T2 · Success by setting", spread=False),
         _turns(trained, "T3_turns", "T3 · Turns by setting", spread=False),
-        _success(trained, "T4_success_std", "T4 · Success by setting, mean ± std over checkpoints and seeds", spread=True),
+        _success(
+            trained, "T4_success_std", "T4 · Success by setting, mean ± std over checkpoints and seeds", spread=True
+        ),
         _turns(trained, "T5_turns_std", "T5 · Turns by setting, mean ± std over checkpoints and seeds", spread=True),
         _difficulty(trained),
         _self_judge(trained),
@@ -105,9 +107,7 @@ def _hat(kind: str, k: int) -> Reader:
     return read
 
 
-def _rows(
-    runs: Sequence[Run], readers: Sequence[tuple[str, str, Reader]]
-) -> list[tuple[str, list[Spread | None]]]:
+def _rows(runs: Sequence[Run], readers: Sequence[tuple[str, str, Reader]]) -> list[tuple[str, list[Spread | None]]]:
     """One row a setting, the untrained policy first: [(name, spreads by reader)]. A reader is (column, split, read)."""
     rows: list[tuple[str, list[Spread | None]]] = []
     base = [mean_std(read(e) for e in _bases(runs, split)) for _, split, read in readers]
@@ -143,9 +143,7 @@ def _success(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Tab
 
 
 def _turns(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table:
-    readers: list[tuple[str, str, Reader]] = [
-        (split, split, lambda e: e.figure("turns")) for split in _splits(runs)
-    ]
+    readers: list[tuple[str, str, Reader]] = [(split, split, lambda e: e.figure("turns")) for split in _splits(runs)]
     rows = _rows(runs, readers)
     columns = [c for c, _, _ in readers]
     if not rows:
@@ -191,7 +189,9 @@ def _self_judge(runs: Sequence[Run]) -> Table:
     for setting, judge in kinds:
         cell = [r for r in judged if (r.setting, r.judge) == (setting, judge)]
         spreads = [
-            mean_std(_hat(kind, 1)(e) for e in _finals(cell, split)) for split in _splits(runs) for kind in ("tgc", "sgc")
+            mean_std(_hat(kind, 1)(e) for e in _finals(cell, split))
+            for split in _splits(runs)
+            for kind in ("tgc", "sgc")
         ]
         rows.append((setting, judge, *(s.mean if s else None for s in spreads)))
     return Table(name, title, ("setting", "judge", *columns), tuple(rows), notes=tuple(_counts(runs)))
@@ -215,12 +215,16 @@ def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
             cost = mean_std(costs) if None not in costs else None
             tasks = evaluations[0].content.get("tasks") or 0
             means = [f.mean if f else None for f in figures]
-            rows.append((model, split, *means, cost.mean if cost else None, cost.mean / tasks if cost and tasks else None))
+            rows.append(
+                (model, split, *means, cost.mean if cost else None, cost.mean / tasks if cost and tasks else None)
+            )
     notes = ["The cost is that of one run of every task, at the prices that the evaluation was given."]
     if any(row[5] is None for row in rows):
         notes.append("No cost: the evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
     if not any(not r.trained for r in runs):
-        notes.append("No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too).")
+        notes.append(
+            "No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too)."
+        )
     forms = {"turns": "{:.1f}", columns[5]: "{:.2f}", columns[6]: "{:.4f}"}
     return Table(name, title, columns, tuple(rows), notes=tuple(notes), forms=forms)
 
