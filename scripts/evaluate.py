@@ -54,6 +54,11 @@ def run_config(run: Path) -> DictConfig:
 
 def main(arguments: list[str]) -> None:
     """Evaluate, print a table, write `evaluations/SPLIT-CHECKPOINT-nN.json` into the run folder."""
+    if "env=tau_banking" in arguments:
+        import evaluate_tau  # its options: scripts/evaluate_tau.py
+
+        evaluate_tau.main(arguments)
+        return
     given = options(arguments)
     run = Path(str(given["run"]))
     config = run_config(run)

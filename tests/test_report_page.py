@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,10 +46,17 @@ def test_the_same_archive_gives_the_same_page(page: Path) -> None:
 
 
 def test_a_page_that_is_too_large_is_thinned_and_says_so(page: Path) -> None:
+    archive = page.parent / "archive"
+    for step in range(2, 8):
+        shutil.copytree(archive / "step=000000", archive / f"step={step:06d}")
     run = open_run(page.parent)
-    small = render_page(run, archive_numbers(run.path), max_mb=0.001, max_text=20)
-    assert 'id="g0-0"' in small
-    assert len(small) < len(page.read_text(encoding="utf-8"))
+    full = render_page(run, [], max_mb=64, max_text=4000)
+    assert len(re.findall(r'id="g\d+-0"', full)) == 8
+    size = sum(len(b) for b in re.findall(r'id="g\d+-0">([^<]*)<', full))
+    thin = render_page(run, [], max_mb=size / 2.5 / 1e6, max_text=4000)
+    assert re.findall(r'id="g(\d+)-0"', thin) == ["0", "3", "6", "7"]
+    (index,) = re.findall(r'id="index">([^<]*)<', thin)
+    assert "4 of 8 steps are in this page" in gzip.decompress(base64.b64decode(index)).decode()
 
 
 # -- in a browser --------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, str]) -> None:
     names = {p.name for p in run.iterdir()}
     assert names == {
         "archive", "checkpoints", "config.yaml", "evaluation_after.json", "evaluation_before.json", "metrics.csv",
-        "summary.json", "train_success.csv", "transcript_secret",
+        "report.html", "summary.json", "train_success.csv", "transcript_secret",
     }  # fmt: skip
     assert "TGC" in printed
     assert str(run) in printed
