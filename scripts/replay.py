@@ -42,6 +42,12 @@ def replay(path: Path) -> int:
     stage = run.config["rubric"]["stage"]
     overridden = stage.get("attribution_overrides") == "apply"
     reward_of: RewardOf | None = None
+    if run.config["rubric"]["name"] != "outcome":
+
+        def nothing_survives(judgement: Judgement, member: int) -> float:
+            return 0.0
+
+        reward_of = nothing_survives
     if run.config["rubric"]["name"] == "random":
         seed = int(stage.get("seed") or 0)
 

@@ -18,14 +18,18 @@ import pytest
 import replay as replay_script
 import replay_judge
 from report_fixture import score_reply, write_run
+from report_judge import judge_server
 
+from callbacks.credit.step import StepLevelCredit
 from draco.analysis.audit import read_sheet, write_sheet
 from draco.analysis.judge_replay import criteria_overlap, load_results, replay_calls, replayable, summarise_replay
+from draco.analysis.judgements import read_groups
 from draco.analysis.outside import judge_by_labels, read_groups_of
-from draco.archive import read_table, step_folder
+from draco.archive import read_calls, read_table, step_folder, write_step
 from draco.arguments import parse
 from draco.errors import ConfigError, JudgeCallError
 from draco.judge.client import JudgeRequest
+from draco.types import Judgement
 
 
 @pytest.fixture
@@ -61,6 +65,19 @@ def test_a_changed_verdict_is_found(run: Path) -> None:
     rows[0]["score"] = -1
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
     assert replay_script.main([str(run)]) == 1
+
+
+@pytest.mark.parametrize(("rubric", "status"), [("dynamic", 1), ("outcome", 0)])
+def test_groups_without_criteria(tmp_path: Path, rubric: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rubric without criteria rewards nobody; the outcome's rewards are success, which no archive holds."""
+    run = write_run(tmp_path / "run", rubric=rubric)
+    (group,) = read_groups(run, 0)
+    group = replace(group, trajectories=group.trajectories[:2], step=2)
+    credit = StepLevelCredit().assign_one(Judgement(group, (), (), (), (1.0, 0.0)))
+    write_step(run, 2, [group], [credit])
+    assert replay_script.main([str(run)]) == status
+    given = "2 rewards are the environment's and were taken as given"
+    assert (given in capsys.readouterr().out) == (rubric == "outcome")
 
 
 # -- scripts/replay_judge.py ---------------------------------------------------------------------------------------
@@ -316,6 +333,27 @@ def test_a_labelled_file_becomes_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert (out / "report.html").stat().st_size > 10_000
     with pytest.raises(ConfigError, match="exists and is not empty"):
         judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+
+
+def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}{s}")} for t in ("a", "b") for s in range(3)]
+    out = tmp_path / "out"
+    file = write(tmp_path / "f.jsonl", rows)
+    with judge_server() as address:
+        judge = ["judge.model=hosted_vllm/one", f"judge.api_base={address}", "judge.concurrency=2"]
+        judge_trajectories.main([f"input={file}", "judge=litellm", *judge, f"out={out}", "caveats=The index is old."])
+        assert "6 trajectories in 2 groups; 6 judged, 0 not" in capsys.readouterr().out
+        assert replay_script.main([str(out)]) == 0
+        calls = read_calls(out)
+        assert "The index is old." in calls[0]["messages"][0][1]
+        assert {c["phase"] for c in calls} >= {"propose_task", "propose_rollout", "merge", "score"}
+        # The same judge again, to the letter: it agrees with itself.
+        replay_judge.main([str(out), "--judge", "litellm", *judge])
+    (summary,) = out.glob("judge_replay/*/summary.json")
+    content = json.loads(summary.read_text(encoding="utf-8"))
+    assert content["all"]["agreement"] == 1.0
+    assert content["all"]["pairs"] == 12
+    assert (content["all"]["recall"], content["all"]["precision"]) == (1.0, 1.0)
 
 
 def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:

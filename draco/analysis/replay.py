@@ -15,7 +15,7 @@ from draco.types import Credit, Judgement
 
 __all__ = ["Mismatch", "StepReplay", "replay_step"]
 
-#: R_i of a member where no criteria make it: (judgement, member) → reward
+#: R_i of a member of a group without criteria: (judgement, member) → reward
 RewardOf = Callable[[Judgement, int], float]
 
 
