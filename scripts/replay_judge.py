@@ -30,6 +30,7 @@ from draco.analysis.judging import judge_config
 from draco.analysis.runs import open_run
 from draco.arguments import parse
 from draco.errors import ConfigError, DracoError
+from draco.judge.prompts import PHASES
 from draco.run import instantiate
 from draco.summary import write_json
 
@@ -44,6 +45,8 @@ def main(arguments: list[str]) -> None:
     run = open_run(Path(words[0]))
     client = instantiate(judge_config(given, run.config))
     phases = given.get("phases", "score,merge").split(",")
+    if wrong := [p for p in phases if p not in PHASES]:
+        raise ConfigError(f"phases={','.join(wrong)}: expected {', '.join(PHASES)}")
     calls = [c for c in replayable(run.path, run.steps[:: int(given.get("every", 1))]) if c["phase"] in phases]
     if not calls:
         raise ConfigError(f"{run.path}: no archived call of {', '.join(phases)} with a usable reply")

@@ -133,7 +133,7 @@ def test_tables(tmp_path: Path, run: Path) -> None:
     assert row[1:3] == (0.75, 1.0)
     (row,) = tables["T9_differences"].rows
     assert row[1:4] == ("dynamic+step", "base", 0.875)
-    assert "judge=policy" in tables["T7_self_judge"].notes[0]
+    assert "rubric=self_judge" in tables["T7_self_judge"].notes[0]
     for table in tables.values():
         write_table(table, tmp_path / "tables")
     with open(tmp_path / "tables" / "T2_success.csv", encoding="utf-8", newline="") as stream:
@@ -228,3 +228,18 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         open_run(tmp_path)
     assert Numbers().advantages[1] == 0.0
+
+
+def test_variants_of_a_self_judge_are_settings_of_their_own(tmp_path: Path) -> None:
+    runs = []
+    for k, thinking in ((3, True), (1, False)):
+        path = write_run(tmp_path / f"k{k}", rubric="self_judge")
+        config = json.loads((path / "config.yaml").read_text(encoding="utf-8"))
+        config["rubric"]["stage"] |= {"k": k, "thinking": thinking}
+        (path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+        runs.append(open_run(path))
+    (table,) = [t for t in all_tables(runs) if t.name == "T7_self_judge"]
+    assert [r[1] for r in table.rows] == ["self (k=1, no thinking)", "self (k=3, thinking)"]
+    assert table.rows[0][2] == 0.75
+    names = {f.name for f in all_figures(runs)}
+    assert "F10_criteria_self_judge_k_1_no_thinking_step" in names

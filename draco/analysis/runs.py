@@ -72,7 +72,8 @@ class Run:
         """`dynamic+step`, or the agent's name for a folder of evaluation files."""
         rubric, credit = (self.config.get(k, {}).get("name") for k in ("rubric", "credit"))
         if rubric and credit:
-            return f"{rubric}+{credit}"
+            variant = f" ({self._variant})" if self._variant else ""  # variants of a self-judge are no one setting
+            return f"{rubric}{variant}+{credit}"
         agents = {str(e.content["agent"]) for e in self.evaluations if "agent" in e.content}
         return agents.pop() if len(agents) == 1 else self.path.name
 
@@ -91,17 +92,20 @@ class Run:
 
     @property
     def judge(self) -> str:
-        """The judge's name for tables: its model, `self` where the policy judges, or empty without a judge."""
-        if self.config.get("rubric", {}).get("name") in {"outcome", "random", None}:
+        """The judge's name for tables: its model, `self (…)` where the policy judges, or empty without a judge."""
+        rubric = self.config.get("rubric", {})
+        if rubric.get("name") in {"outcome", "random", None}:
             return ""
-        judge = self.config.get("judge", {})
-        if "policy" in str(judge.get("_target_", "")).lower() or judge.get("model") == "policy":
-            thinking = judge.get("thinking", judge.get("enable_thinking"))
-            repeats = judge.get("repeats", judge.get("k", judge.get("score_repeats")))
-            details = [f"k={repeats}"] if repeats is not None else []
-            details += ["thinking" if thinking else "no thinking"] if thinking is not None else []
-            return f"self ({', '.join(details)})" if details else "self"
-        return str(judge.get("model", ""))
+        return f"self ({self._variant})" if self._variant else str(self.config.get("judge", {}).get("model", ""))
+
+    @property
+    def _variant(self) -> str:
+        """How often and how the policy judges itself; empty where another model judges."""
+        rubric = self.config.get("rubric", {})
+        if rubric.get("name") != "self_judge":
+            return ""
+        stage = rubric.get("stage", {})
+        return f"k={stage.get('k')}, {'thinking' if stage.get('thinking') else 'no thinking'}"
 
     def final_evaluations(self, split: str, last: int = 3) -> list[Evaluation]:
         """The checkpoints that a table averages: the last `last` that were evaluated with the largest n.

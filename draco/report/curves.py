@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -194,16 +195,18 @@ def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[Step
     if not judged:
         return Figure("F8_judge_cost", "F8 · What judging costs", "", "", (_nothing("no run with a judge"),), False)
     ticks = tuple(judged)
-    usd: dict[str, list[float | None]] = {p: [] for p in _PHASES}
-    tokens: dict[str, list[float]] = {p: [] for p in _PHASES}
+    seen = {p for c in judged.values() for r in c for n in numbers[r.path] for p in n.calls}
+    phases = [*(p for p in _PHASES if p in seen), *sorted(seen - {*_PHASES})]
+    usd: dict[str, list[float | None]] = {p: [] for p in phases}
+    tokens: dict[str, list[float]] = {p: [] for p in phases}
     points = []
     for setting, cell in judged.items():
-        for phase in _PHASES:
+        for phase in phases:
             parts = [n.calls[phase] for r in cell for n in numbers[r.path] if phase in n.calls]
             costs = [p.usd for p in parts]
             usd[phase].append(None if None in costs else sum(c for c in costs if c is not None) / len(cell))
             tokens[phase].append(sum(p.tokens for p in parts) / len(cell) / 1e6)
-        bill = [usd[p][-1] for p in _PHASES]
+        bill = [usd[p][-1] for p in phases]
         success = mean_std(e.figure("tgc") for r in cell for sp in _splits(cell)[:1] for e in r.final_evaluations(sp))
         if None not in bill and success:
             points.append(Series(setting, (sum(b for b in bill if b is not None),), (success.mean,)))
@@ -211,8 +214,8 @@ def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[Step
     free = not unknown and not any(v for column in usd.values() for v in column)
     gap = "a call had no known price" if unknown else "every call was free (scripted judge)" if free else ""
     xs = tuple(float(i) for i in range(len(ticks)))
-    bars = tuple(Series(p, xs, tuple(v or 0.0 for v in usd[p])) for p in _PHASES if not gap)
-    amounts = tuple(Series(p, xs, tuple(tokens[p])) for p in _PHASES)
+    bars = tuple(Series(p, xs, tuple(v or 0.0 for v in usd[p])) for p in phases if not gap)
+    amounts = tuple(Series(p, xs, tuple(tokens[p])) for p in phases)
     panels = (
         Panel("USD a run", bars, "bar", ticks, gap),
         Panel("million tokens a run", amounts, "bar", ticks),
@@ -265,7 +268,7 @@ def _criteria(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNu
         note += f"The {len(panels)} most frequent of {len(counted)} titles." if len(counted) > len(panels) else ""
         figures.append(
             Figure(
-                f"F10_criteria_{setting.replace('+', '_')}",
+                "F10_criteria_" + re.sub(r"\W+", "_", setting).strip("_"),
                 f"F10 · Pass rate per criterion, {setting}",
                 "training step (start of window)",
                 "pass rate",

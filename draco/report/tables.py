@@ -181,7 +181,7 @@ def _self_judge(runs: Sequence[Run]) -> Table:
     name, title = "T7_self_judge", "T7 · Who judges"
     judged = [r for r in runs if r.judge]
     if not any(r.judge.startswith("self") for r in judged):
-        note = "No run was judged by its own policy (judge=policy), so there is nothing to compare."
+        note = "No run was judged by its own policy (rubric=self_judge), so there is nothing to compare."
         return Table(name, title, ("setting", "judge"), (), notes=(note,))
     kinds = sorted({(r.setting, r.judge) for r in judged})
     columns = [f"{split} {label} p1" for split in _splits(runs) for label in ("TGC", "SGC")]
