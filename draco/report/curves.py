@@ -140,21 +140,20 @@ def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
     panels = []
     trained = [r for c in cells.values() for r in c]
     for split in _splits(trained):
-        series = []
-        for setting, cell in [("base", trained), *cells.items()]:
-            if setting == "base":
-                found = [e for r in cell if (e := r.base_evaluation(split))]
-            else:
-                found = [e for r in cell for e in r.final_evaluations(split)]
-            for key, label, dotted in (("tgc_pass_hat", "pass^k", False), ("tgc_pass_at", "pass@k", True)):
+        groups = {"base": [e for r in trained if (e := r.base_evaluation(split))]}
+        groups |= {s: [e for r in cell for e in r.final_evaluations(split)] for s, cell in cells.items()}
+        for key, label in (
+            ("tgc_pass_hat", "pass^k: all k runs succeed"),
+            ("tgc_pass_at", "pass@k: at least one does"),
+        ):
+            series = []
+            for setting, found in groups.items():
                 curves = [{float(k): v for k, v in enumerate(e.content[key], 1) if v is not None} for e in found]
                 if any(len(c) > 1 for c in curves):
-                    mean = over_seeds("", curves)
-                    series.append(Series(f"{setting}, {label}", mean.x, mean.y, dotted=dotted, colour=setting))
-        gap = "" if series else "every evaluation is of one run a task (n = 1); evaluate with n=3"
-        panels.append(Panel(split, tuple(series), gap=gap))
-    return Figure("F5_pass_k", "F5 · pass^k (all k runs succeed) against pass@k (at least one does)", "k", "TGC",
-                  tuple(panels) or (_nothing("no evaluation"),))  # fmt: skip
+                    series.append(over_seeds(setting, [c for c in curves if c]))
+            gap = "" if series else "every evaluation is of one run a task (n = 1); evaluate with n=3"
+            panels.append(Panel(f"{split}, {label}", tuple(series), gap=gap))
+    return Figure("F5_pass_k", "F5 · pass^k against pass@k", "k", "TGC", tuple(panels) or (_nothing("no evaluation"),))
 
 
 def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:

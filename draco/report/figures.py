@@ -132,8 +132,9 @@ def _draw(figure: Figure) -> Any:
     labels = sorted(shared, key=_rank)
     if len(labels) > 1 or (labels and figure.panels[0].kind != "scatter" and len(figure.panels) == 1):
         handles = [shared[k] for k in labels]
-        drawn.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), title=note or None,
-                     title_fontsize=8)  # fmt: skip
+        columns = max(1, min(len(labels), int(width * 10 / (max(map(len, labels)) + 7))))
+        place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
+        drawn.legend(handles, labels, title=note or None, title_fontsize=8, **place)
     elif note:
         drawn.supxlabel(note, fontsize=8, color="#555555")
     return drawn
