@@ -301,6 +301,10 @@ class FakeRun:
     """What `wandb.init` returns."""
 
     rows: ClassVar[list[tuple[int, dict[str, float]]]] = []
+    summary: ClassVar[dict[str, object]] = {}
+
+    def log_artifact(self, artifact: object) -> None:
+        pass
 
     def log(self, row: dict[str, float], *, step: int, commit: bool) -> None:
         self.rows.append((step, dict(row)))
