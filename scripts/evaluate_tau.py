@@ -86,7 +86,7 @@ def _play(run: Path, given: dict[str, str], tau: TauOptions, folder: Path | None
     with served(
         given.get("python", ".venv-vllm/bin/python"),
         str(model),
-        folder,
+        None if folder is None else folder / "adapter",
         tool_parser=given.get("tool_parser", "hermes"),
         port=int(given.get("port", 8010)),
         log=run / "vllm-tau2.log",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -140,3 +141,31 @@ def test_a_failing_executable_is_quoted(tmp_path: Path, tau2: Path) -> None:
         run_tau2(TauOptions(tau2=str(tau2), user="bad"), "m", "http://127.0.0.1:1/v1", tmp_path / "o")
     with pytest.raises(ConfigError, match="no executable"):
         run_tau2(TauOptions(tau2=str(tmp_path / "none")), "m", "x", tmp_path / "o")
+
+
+def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path) -> None:
+    run = tmp_path / "run"
+    adapter = run / "checkpoints" / "step=000001" / "adapter"
+    adapter.mkdir(parents=True)
+    (run / "config.yaml").write_text("policy: {path: some/model}\n", encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = tmp_path / "python"
+    server.write_text(
+        f"#!{sys.executable}\nimport json, pathlib, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n"
+        f"pathlib.Path({str(tmp_path / 'argv.json')!r}).write_text(json.dumps(sys.argv))\n"
+        "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n        self.send_response(200)\n        self.end_headers()\n"
+        "HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n",
+        encoding="utf-8",
+    )
+    server.chmod(server.stat().st_mode | stat.S_IXUSR)
+    options = [f"run={run}", "n=2", "checkpoint=1", f"tau2={tau2}", f"python={server}", f"port={port}"]
+    evaluate.main(["env=tau_banking", *options, "tool_parser=hermes"])
+    arguments = json.loads((tmp_path / "argv.json").read_text(encoding="utf-8"))
+    assert arguments[arguments.index("--lora-modules") + 1] == f"policy={adapter}"
+    assert arguments[arguments.index("--model") + 1] == "some/model"
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert (run / "evaluations" / "tau_banking-step=000001-n2.json").is_file()
+    with socket.socket() as again, pytest.raises(ConnectionRefusedError):
+        again.connect(("127.0.0.1", port))
