@@ -155,7 +155,8 @@ def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path
     server.write_text(
         f"#!{sys.executable}\nimport json, pathlib, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n"
         f"pathlib.Path({str(tmp_path / 'argv.json')!r}).write_text(json.dumps(sys.argv))\n"
-        "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n        self.send_response(200)\n        self.end_headers()\n"
+        "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n"
+        "        self.send_response(200)\n        self.end_headers()\n"
         "HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n",
         encoding="utf-8",
     )
