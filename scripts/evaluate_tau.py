@@ -51,11 +51,14 @@ def main(arguments: list[str]) -> None:
     which = given.get("checkpoint", "last")
     folder = _checkpoint(run, which)
     name = "base" if folder is None else folder.name
+    named: dict[str, Any] = {
+        k: given[k] for k in ("tau2", "domain", "retrieval", "user", "user_api_base") if k in given
+    }
     tau = TauOptions(
         n=n,
         max_turns=int(given.get("max_turns", 100)),
         tasks=int(given["tasks"]) if "tasks" in given else None,
-        **{k: given[k] for k in ("tau2", "domain", "retrieval", "user", "user_api_base") if k in given},
+        **named,
     )
     file = Path(given["results"]) if "results" in given else _play(run, given, tau, folder, name)
     prices, user_prices = _prices(given.get("prices"), "prices"), _prices(given.get("user_prices"), "user_prices")

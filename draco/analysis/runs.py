@@ -84,7 +84,8 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        return self.config.get("seed")
+        given = self.config.get("seed")
+        return None if given is None else int(given)
 
     @property
     def env(self) -> str:

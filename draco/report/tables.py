@@ -101,7 +101,7 @@ def _bases(runs: Sequence[Run], split: str) -> list[Evaluation]:
 
 def _hat(kind: str, k: int) -> Reader:
     def read(e: Evaluation) -> float | None:
-        curve = e.content.get(f"{kind}_pass_hat") or []
+        curve: list[float | None] = e.content.get(f"{kind}_pass_hat") or []
         return curve[k - 1] if k <= len(curve) else None
 
     return read
