@@ -14,7 +14,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-all check ablation clean
+.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-all check ablation clean
 
 help:
 	@echo 'make demo           set up, then train on the embedded environment (dynamic rubrics + step credit)'
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-slow      the tests that take minutes, with a real pretrained model'
 	@echo 'make test-vllm      set up .venv-vllm, then run the tests against real vLLM servers on the CPU'
 	@echo 'make test-appworld  set up AppWorld and nine miniature tasks, then run the AppWorld tests'
+	@echo 'make test-report    the browser tests of report.html (installs Chromium from the distribution if missing)'
 	@echo 'make test-all       everything CI runs: check, test, test-slow'
 	@echo 'make check          lint, format, types'
 	@echo 'make ablation       every setting over several seeds, with a table; resumes from finished cells'
@@ -34,7 +35,7 @@ demo: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld and not report" $(PYTEST_ARGS)
 
 test-judge: $(STAMP)
 	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
@@ -56,6 +57,17 @@ test-appworld: $(STAMP)
 	PIP_ARGS='$(PIP_ARGS)' scripts/setup_appworld.sh --data mini
 	$(BIN)/python -m pytest -q -m appworld $(PYTEST_ARGS)
 	$(BIN)/python scripts/bench_appworld.py
+
+# The browser comes from the distribution: as root, or through sudo where that asks for no password.
+test-report: $(STAMP)
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name >/dev/null 2>&1 && exit 0; \
+	done; \
+	echo 'Installing Chromium from the distribution ...'; \
+	sudo=$$([ "$$(id -u)" = 0 ] || echo 'sudo -n'); \
+	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null || \
+	  { echo 'error: Chromium is not there and cannot be installed; install it (Debian: apt-get install chromium)' >&2; exit 1; }
+	$(BIN)/python -m pytest -q -m report $(PYTEST_ARGS)
 
 test-all: check test test-slow
 
@@ -94,5 +106,5 @@ $(STAMP): pyproject.toml
 	echo 'Installing PyTorch ...'; \
 	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) 'torch~=2.13.0'; \
 	echo 'Installing draco and the other packages ...'; \
-	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) -e '.[dev,gguf]'; \
+	$(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) -e '.[dev,gguf,report]'; \
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import logging
 import netrc
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
+from omegaconf import OmegaConf
 
 from draco import durable
 from draco.checks import one_of
@@ -99,13 +101,21 @@ class WandbMetrics(Logger):
     the next step begins; the last step sent is kept in the run folder. After a resume, steps that an attempt had sent
     before it was killed are not sent again, and steps that it had not are sent from ``metrics.csv``.
 
+    Every `tables_every` steps two tables go with the row: sampled rollouts and criteria, of that step and all such
+    steps before it (W&B shows the latest table only). At the end the summary follows, and report.html as an artifact.
+
     Args:
         run: run folder.
         options: of `wandb.init`.
+        tables_every: steps between tables; 0 = none.
+        table_rollouts: rollouts a step in the table.
     """
 
-    def __init__(self, run: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, run: Path, options: Mapping[str, Any], tables_every: int = 0, table_rollouts: int = 4) -> None:
         super().__init__()
+        self._run = run
+        self._tables_every, self._table_rollouts = tables_every, table_rollouts
+        self._samples: dict[int, dict[str, list[list[Any]]]] = {}
         self._mark = run / "wandb_step"
         self._options = dict(options)
         self._sent = int(self._mark.read_text(encoding="utf-8")) if self._mark.is_file() else -1
@@ -127,6 +137,9 @@ class WandbMetrics(Logger):
         if self._experiment is None:
             import wandb
 
+            config = self._run / "config.yaml"  # redacted already
+            if config.is_file():
+                self._options.setdefault("config", OmegaConf.to_container(OmegaConf.load(config)))
             self._experiment = wandb.init(**self._options)
         return self._experiment
 
@@ -157,22 +170,61 @@ class WandbMetrics(Logger):
     def flush(self) -> None:
         """Send the row that is being gathered."""
         if self._row:
-            self.experiment.log(self._row, step=self._step, commit=True)
+            self.experiment.log(self._row | self._tables(), step=self._step, commit=True)
             self._sent, self._row = self._step, {}
             temporary = self._mark.with_name(self._mark.name + ".tmp")
             temporary.write_text(str(self._sent), encoding="utf-8")
             temporary.replace(self._mark)
 
+    def _tables(self) -> dict[str, Any]:
+        """Tables that are due with the row of this step. Its archive is on disk: a row is sent when the next begins."""
+        if not self._tables_every or self._step < 1 or self._step % self._tables_every:
+            return {}
+        import wandb
+
+        from draco.report.samples import COLUMNS, sample_rows
+
+        for step in range(self._tables_every, self._step + 1, self._tables_every):
+            if step not in self._samples:  # after a resume: the earlier ones again
+                self._samples[step] = sample_rows(self._run, step, self._table_rollouts)
+        return {
+            name: wandb.Table(
+                columns=list(columns), data=[r for s in sorted(self._samples) for r in self._samples[s][name]]
+            )
+            for name, columns in COLUMNS.items()
+        }
+
+    def _finish(self) -> None:
+        """The summary, and the report as an artifact, where they are there."""
+        summary, report = self._run / "summary.json", self._run / "report.html"
+        if summary.is_file():
+            content = json.loads(summary.read_text(encoding="utf-8"))
+            self._experiment.summary.update({f"summary/{k}": v for k, v in content.items() if v is not None})
+        if report.is_file():
+            import wandb
+
+            artifact = wandb.Artifact(f"report-{self._options['id']}", type="report")
+            artifact.add_file(str(report))
+            self._experiment.log_artifact(artifact)
+
     def close(self) -> None:
         """Send what is left and end the run."""
         self.flush()
         if self._experiment is not None:
+            self._finish()
             self._experiment.finish()
             self._experiment = None
 
 
 def wandb_logger(
-    run: str, *, project: str = "draco", group: str | None = None, mode: str = "auto", **options: Any
+    run: str,
+    *,
+    project: str = "draco",
+    group: str | None = None,
+    mode: str = "auto",
+    tables_every: int = 10,
+    table_rollouts: int = 4,
+    **options: Any,
 ) -> WandbMetrics:
     """A W&B logger whose files lie inside the run folder and whose run id is kept there for resumes.
 
@@ -181,6 +233,7 @@ def wandb_logger(
         project, group: as in W&B; a sweep is a group.
         mode: online | offline | disabled | auto: online when a key is configured (WANDB_API_KEY or netrc), offline
             otherwise.
+        tables_every, table_rollouts: see `WandbMetrics`.
         options: further arguments of `wandb.init`.
 
     Raises:
@@ -207,6 +260,8 @@ def wandb_logger(
             "settings": {"x_disable_meta": True},  # it holds the command line, which may hold a key
             **options,
         },
+        tables_every,
+        table_rollouts,
     )
 
 

@@ -23,6 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from draco import checkpoint
+from draco.analysis.runs import open_run
+from draco.analysis.series import archive_numbers
 from draco.checks import number, switch, whole
 from draco.choices import one_line
 from draco.diskplan import plan_disk
@@ -31,13 +33,13 @@ from draco.env.base import Environment, Evaluator
 from draco.errors import ConfigError, DracoError
 from draco.evaluation.metrics import summarise
 from draco.interrupt import listening
-from draco.judge.client import JudgeClient
 from draco.judge.stage import read_secret
 from draco.loader import EvalLoader, TaskLoader
 from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
 from draco.policy import Policy
 from draco.preflight import check_judge, preflight
+from draco.report.page import write_page
 from draco.runfolder import discard_empty, locked, prepare, set_aside, write_config
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.summary import (
@@ -339,6 +341,12 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
             if isinstance(logger, WandbMetrics):
                 logger.flush()
         write_json(run / "summary.json", summary)  # the last of all: a run that has it is finished
+        if config.get("report", True) and trainer.is_global_zero:
+            # The run is finished already; a page that cannot be made must not make it a failure.
+            try:
+                write_page(open_run(run), archive_numbers(run))
+            except (DracoError, OSError, ValueError) as error:
+                log.warning("report.html was not written (%s); scripts/report.py %s makes it", error, run)
     finally:
         finish(loggers)
         parts.close()

@@ -99,6 +99,11 @@ def prices_of(text: Any) -> Prices | None:
 
 def main(arguments: list[str]) -> None:
     """Evaluate, print tables, write `SPLIT-CHECKPOINT-nN.json`, one file over checkpoints, and leaderboard.json."""
+    if "env=tau_banking" in arguments:
+        import evaluate_tau  # its options: scripts/evaluate_tau.py
+
+        evaluate_tau.main(arguments)
+        return
     given = options(arguments)
     from draco.evaluation.metrics import leaderboard, over_checkpoints  # torch loads here
     from draco.summary import write_json

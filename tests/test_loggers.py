@@ -117,3 +117,43 @@ def test_steps_that_a_kill_kept_from_wandb_come_from_the_file(tmp_path: Path, fa
     second.log_metrics({"a": 3}, 3)
     second.close()
     assert fake.rows == [(1, {"a": 1}), (2, {"a": 2.0}), (3, {"a": 3})]
+
+
+def test_tables_accumulate_and_the_end_brings_summary_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from report_fixture import write_run
+
+    run = write_run(tmp_path / "run")
+    (run / "report.html").write_text("<p>", encoding="utf-8")
+    fake = ReportingRun()
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr("wandb.init", lambda **options: started.append(options) or fake)
+    logger = wandb_logger(str(run), mode="offline", tables_every=1, table_rollouts=2)
+    logger.start([])
+    for step in (1, 2):
+        logger.log_metrics({"a": step}, step)
+    logger.close()
+    assert started[0]["config"]["rubric"]["name"] == "dynamic"
+    tables = [row["samples/trajectories"].data for _, row in fake.rows]
+    assert [len(t) for t in tables] == [2, 4]  # 2 rollouts a step, earlier ones still there
+    assert tables[1][:2] == tables[0]
+    assert [r[0] for r in tables[1]] == [1, 1, 2, 2]
+    criteria = [row["samples/criteria"].data for _, row in fake.rows]
+    assert sorted(r[2:] for r in criteria[0]) == [[1, 1, 1], [2, 1, 0], [3, 0, 0]]
+    assert len(criteria[1]) == 4
+    assert fake.summary == {"summary/setting": "dynamic+step"}  # what is null is not sent as 0
+    (artifact,) = fake.artifacts
+    assert list(artifact.manifest.entries) == ["report.html"]
+
+
+class ReportingRun(FakeRun):
+    """With a summary and artifacts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summary: dict[str, Any] = {}
+        self.artifacts: list[Any] = []
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)

@@ -112,7 +112,7 @@ def test_a_run_leaves_everything_behind(finished: tuple[Path, str]) -> None:
     names = {p.name for p in run.iterdir()}
     assert names == {
         "archive", "checkpoints", "config.yaml", "evaluation_after.json", "evaluation_before.json", "metrics.csv",
-        "summary.json", "train_success.csv", "transcript_secret",
+        "report.html", "summary.json", "train_success.csv", "transcript_secret",
     }  # fmt: skip
     assert "TGC" in printed
     assert str(run) in printed
@@ -301,6 +301,10 @@ class FakeRun:
     """What `wandb.init` returns."""
 
     rows: ClassVar[list[tuple[int, dict[str, float]]]] = []
+    summary: ClassVar[dict[str, object]] = {}
+
+    def log_artifact(self, artifact: object) -> None:
+        pass
 
     def log(self, row: dict[str, float], *, step: int, commit: bool) -> None:
         self.rows.append((step, dict(row)))

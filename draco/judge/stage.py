@@ -163,6 +163,7 @@ class JudgedRubric(BaseRubric):
             JudgeConfigError: no.
             TrainingStopped: a cap on spending is reached.
         """
+        self.client.load()  # a model of no known provider ends here
         return self._background().submit(ping(self.client)).result()
 
     def _background(self) -> BackgroundLoop:

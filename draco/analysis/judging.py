@@ -1,0 +1,44 @@
+"""A judge for scripts: composed from the packaged configuration, or the one that a run had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from draco.errors import ConfigError
+
+__all__ = ["composed", "judge_config"]
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """The training configuration with overrides, as `python train.py` would compose it.
+
+    Raises:
+        ConfigError: no such option or choice.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            return compose("train", list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"{' '.join(overrides)}: {' '.join(str(error).split())}") from None
+
+
+def judge_config(given: Mapping[str, str], run: Mapping[str, Any]) -> DictConfig:
+    """The judge that `judge=… judge.KEY=…` name; without `judge=` that of the run, with its keys replaced.
+
+    Raises:
+        ConfigError: neither names one, or an option is wrong.
+    """
+    keys = {k: v for k, v in given.items() if k.startswith("judge.")}
+    if "judge" in given:
+        return composed([f"judge={given['judge']}", *(f"{k}={v}" for k, v in keys.items())]).judge  # type: ignore[no-any-return]
+    if not run.get("judge"):
+        raise ConfigError("this folder names no judge; give judge=litellm judge.model=PROVIDER/MODEL")
+    config = OmegaConf.create({"judge": run["judge"]})
+    config.merge_with_dotlist([f"{k}={v}" for k, v in keys.items()])
+    return config.judge  # type: ignore[no-any-return]

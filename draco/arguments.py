@@ -1,0 +1,47 @@
+"""Arguments of scripts: `key=value` like everywhere in draco, `--key value` and bare words beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from draco.errors import ConfigError
+
+__all__ = ["parse"]
+
+
+def parse(
+    arguments: Sequence[str], options: Iterable[str], prefixes: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Bare words, and options by name.
+
+    Args:
+        arguments: of the command line.
+        options: names that are known.
+        prefixes: names that may begin so are known too, such as `judge.`.
+
+    Raises:
+        ConfigError: an unknown option, or one without a value.
+    """
+    known = set(options)
+    words: list[str] = []
+    given: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            if not has_value:
+                if not rest:
+                    raise ConfigError(f"--{name} needs a value")
+                value = rest.pop(0)
+        else:
+            name, has_value, value = word.partition("=")
+            # A path may hold a `=`, as step=000012 does; then its name is no word.
+            if not has_value or not name.replace(".", "").replace("_", "").isalnum() or "/" in name:
+                words.append(word)
+                continue
+        name = name.replace("-", "_")
+        if name not in known and not any(name.startswith(p) for p in prefixes):
+            raise ConfigError(f"unknown option {name}; expected {', '.join(sorted(known))}")
+        given[name] = value
+    return words, given

@@ -1,0 +1,251 @@
+"""τ-bench Banking: the user's own `tau2` as a subprocess, its results read and counted here.
+
+tau2 is never imported, and nothing of it reaches training. Its own metrics drop runs that ended in an infrastructure
+error (malformed tool calls, empty replies and context overflows among them), which flatters weak policies: here such
+runs, and runs that are missing, are failures over tasks × n, and their number stands beside the score.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco.errors import ConfigError, EnvironmentFault
+from draco.evaluation.metrics import summarise
+from draco.evaluation.records import EvalRecord
+
+__all__ = ["TauOptions", "parse_results", "run_tau2", "served", "tau2_command"]
+
+_ENDS = {
+    "user_stop": "submitted", "agent_stop": "submitted", "max_steps": "turn_limit", "too_many_errors": "gave_up",
+    "infrastructure_error": "environment_error",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TauOptions:
+    """How tau2 is run."""
+
+    tau2: str = "tau2"  #: executable, of its own virtual environment
+    domain: str = "banking_knowledge"
+    retrieval: str | None = "alltools"  #: None: a domain without documents
+    user: str = "openai/gpt-5.4"  #: litellm's name of the user simulator
+    user_api_base: str | None = None
+    n: int = 3
+    max_turns: int = 100  #: agent turns; tau2 counts every message, of which a turn has two: its own and the answer
+    tasks: int | None = None  #: the first so many; None = all
+    concurrency: int = 8
+
+
+def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) -> list[str]:
+    """Command line of one evaluation. Holds no key: tau2 writes its arguments into the results."""
+    command = [
+        options.tau2, "run", "--domain", options.domain, "--agent-llm", f"openai/{model}",
+        "--agent-llm-args", json.dumps({"api_base": api_base, "temperature": 1.0}), "--user-llm", options.user,
+        "--user-llm-args", json.dumps({"api_base": options.user_api_base} if options.user_api_base else {}),
+        "--num-trials", str(options.n), "--max-steps", str(2 * options.max_turns),
+        "--max-concurrency", str(options.concurrency), "--save-to", str(save_to),
+    ]  # fmt: skip
+    command += ["--retrieval-config", options.retrieval] if options.retrieval else []
+    return command + (["--num-tasks", str(options.tasks)] if options.tasks else [])
+
+
+def run_tau2(options: TauOptions, model: str, api_base: str, save_to: Path) -> Path:
+    """Run tau2 and return its results file.
+
+    Raises:
+        ConfigError: no such executable, or results of an earlier run are in the way.
+        EnvironmentFault: it failed, or left no results; the message ends with its last lines.
+    """
+    if shutil.which(options.tau2) is None:
+        raise ConfigError(
+            f"tau2={options.tau2} is no executable; install tau2-bench with its extras [knowledge,gym] into its own "
+            "environment (Python 3.12 or 3.13) and pass tau2=/path/to/bin/tau2"
+        )
+    if found := _results(save_to):
+        raise ConfigError(f"{found} is there already; tau2 would go on with it: move it away, or read it with results=")
+    save_to.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"OPENAI_API_KEY": "none", **os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run(
+        tau2_command(options, model, api_base, save_to.resolve()), env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    file = _results(save_to)
+    if done.returncode or file is None:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise EnvironmentFault(f"tau2 ended with status {done.returncode} and {'no ' * (file is None)}results:\n{last}")
+    return file
+
+
+def _results(save_to: Path) -> Path | None:
+    """Where tau2 versions put what `--save-to` names."""
+    places = (save_to / "results.json", save_to.with_name(save_to.name + ".json"), save_to)
+    return next((p for p in places if p.is_file()), None)
+
+
+def parse_results(
+    file: Path, *, n: int, prices: Sequence[float] | None = None, user_prices: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """An evaluation of a results file, in the shape of every other.
+
+    Args:
+        file: results.json of tau2.
+        n: trials a task that were asked for; a trial that is not there has failed.
+        prices: USD per million tokens of the agent: read, written. tau2 knows no price of a local model and writes 0.
+        user_prices: the same of the user simulator.
+
+    Raises:
+        ConfigError: not such a file; the message names the entry and the field.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is no results file of tau2: {error}") from None
+    simulations = content.get("simulations") if isinstance(content, dict) else None
+    if not isinstance(simulations, list):
+        raise ConfigError(f"{file}: expected a list under 'simulations'; is it a results file of tau2?")
+    tasks = [str(t["id"]) for t in content.get("tasks") or () if isinstance(t, Mapping) and "id" in t]
+    runs: dict[str, list[EvalRecord]] = {t: [] for t in tasks}
+    usage: dict[str, list[int]] = {"agent": [0, 0], "user": [0, 0]}
+    errors = 0
+    for i, simulation in enumerate(simulations):
+        record = _record(simulation, f"{file}, simulation {i}", usage)
+        errors += record.termination == "environment_error"
+        runs.setdefault(record.task_id, []).append(record)
+    extra = {t: len(r) for t, r in runs.items() if len(r) > n}
+    if extra:
+        raise ConfigError(
+            f"{file}: {len(extra)} tasks have more than n={n} simulations; pass the n that it was run with"
+        )
+    missing = sum(n - len(r) for r in runs.values())
+    records = [
+        record
+        for task, found in runs.items()
+        for record in (*_numbered(found), *(_missing(task, s) for s in range(len(found), n)))
+    ]
+    cost = _cost(usage["agent"], prices), _cost(usage["user"], user_prices)
+    info = content.get("info") or {}
+    return {
+        **summarise(records),
+        "infrastructure_errors": errors,
+        "missing": missing,
+        "cost_usd": None if None in cost or not n else sum(c for c in cost if c is not None) / n,
+        "agent_cost_usd": cost[0],
+        "user_cost_usd": cost[1],
+        "tau2": {k: info.get(k) for k in ("git_commit", "version", "num_trials", "max_steps", "seed") if k in info},
+        "records": [r.as_dict() for r in records],
+    }
+
+
+def _record(simulation: Any, where: str, usage: Mapping[str, list[int]]) -> EvalRecord:
+    if not isinstance(simulation, Mapping) or not isinstance(simulation.get("task_id"), str | int):
+        raise ConfigError(f"{where}: field 'task_id' is missing")
+    reason = str(simulation.get("termination_reason") or "").rpartition(".")[2].lower()
+    reward = (simulation.get("reward_info") or {}).get("reward")
+    if reward is not None and not isinstance(reward, int | float):
+        raise ConfigError(f"{where}: field 'reward_info.reward': expected a number, got {reward!r}")
+    turns = written = 0
+    for message in simulation.get("messages") or ():
+        who = {"assistant": "agent", "user": "user"}.get(message.get("role"))
+        spent = message.get("usage") or {}
+        if who == "agent":
+            turns += 1
+            written += int(spent.get("completion_tokens") or 0)
+        if who:
+            usage[who][0] += int(spent.get("prompt_tokens") or 0)
+            usage[who][1] += int(spent.get("completion_tokens") or 0)
+    failed = reason == "infrastructure_error"
+    task = str(simulation["task_id"])
+    return EvalRecord(
+        task_id=task,
+        scenario_id=task,
+        difficulty=0,
+        sample=int(simulation.get("trial") or 0),
+        success=not failed and reward is not None and reward >= 1.0,
+        termination=_ENDS.get(reason, reason or "unknown"),
+        turns=turns,
+        step_tokens=written,
+        error="quarantined: infrastructure_error" if failed else "" if reason else "no termination reason",
+    )
+
+
+def _numbered(found: Sequence[EvalRecord]) -> list[EvalRecord]:
+    """Trials 0, 1, … whatever tau2 called them, so that no two of a task coincide."""
+    from dataclasses import replace
+
+    return [replace(r, sample=i) for i, r in enumerate(sorted(found, key=lambda r: r.sample))]
+
+
+def _missing(task: str, sample: int) -> EvalRecord:
+    return EvalRecord(
+        task, task, 0, sample, False, "environment_error", 0, 0, error="quarantined: no simulation in the results"
+    )
+
+
+def _cost(tokens: Sequence[int], prices: Sequence[float] | None) -> float | None:
+    if prices is None:
+        return None
+    return (tokens[0] * prices[0] + tokens[1] * prices[-1]) / 1e6
+
+
+@contextmanager
+def served(
+    python: str, model: str, adapter: Path | None, *, tool_parser: str, port: int = 8010, timeout_s: float = 900.0,
+    arguments: Sequence[str] = (), log: Path | None = None,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Serve a checkpoint with vLLM on the loopback interface; gives (model name, api_base).
+
+    Args:
+        python: interpreter of the environment that has vLLM.
+        model: path of the base model.
+        adapter: folder of the LoRA adapter in PEFT format; None serves the base model.
+        tool_parser: vLLM's name of the model family's tool-call parser, such as hermes.
+        port: to listen on.
+        timeout_s: for loading the model.
+        arguments: further arguments of the server.
+        log: file for what it prints.
+
+    Raises:
+        EnvironmentFault: it ended or did not answer in time.
+    """
+    name = "base" if adapter is None else "policy"
+    command = [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "base",
+        "--host", "127.0.0.1", "--port", str(port), "--enable-auto-tool-choice", "--tool-call-parser", tool_parser,
+        *arguments,
+    ]  # fmt: skip
+    command += [] if adapter is None else ["--enable-lora", "--lora-modules", f"policy={adapter}"]
+    with open(log or os.devnull, "w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + timeout_s
+            while not _healthy(f"http://127.0.0.1:{port}/health"):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise EnvironmentFault(f"vLLM did not start (status {process.poll()}); see {log or 'its output'}")
+                time.sleep(1.0)
+            yield name, f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

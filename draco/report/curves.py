@@ -1,0 +1,329 @@
+"""The numbers of figures F2–F12, from run folders. Nothing is interpolated; a panel without data says why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from draco.analysis.runs import Run
+from draco.analysis.series import StepNumbers, Verdicts, archive_numbers, total, windows
+from draco.evaluation.statistics import mean_std
+from draco.report.figures import Figure, Panel, Series
+
+__all__ = ["all_figures", "over_seeds"]
+
+_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform"]
+_PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
+_PANELS = 12  #: criteria shown in F10
+
+
+def all_figures(
+    runs: Sequence[Run], numbers: Mapping[Path, list[StepNumbers]] | None = None, *, window: int = 10,
+    prices: Sequence[float] | None = None,
+) -> list[Figure]:  # fmt: skip
+    """Every figure, those without data included.
+
+    Args:
+        runs: run folders and folders of evaluation files.
+        numbers: archive numbers by run folder; counted here if not given.
+        window: steps a window.
+        prices: see `Evaluation.cost_usd`.
+    """
+    trained = [r for r in runs if r.trained]
+    numbers = {r.path: archive_numbers(r.path) for r in trained} if numbers is None else numbers
+    cells = {s: [r for r in trained if r.setting == s] for s in sorted({r.setting for r in trained}, key=_rank)}
+    seeds = max((len(c) for c in cells.values()), default=0)
+    note = "Line: mean over seeds; band: lowest to highest seed." if seeds > 1 else ""
+    return [
+        _cost_success(runs, cells, prices),
+        _terminations(cells, numbers),
+        _pass_rate(cells, numbers, note),
+        _pass_k(cells),
+        _frontier(runs, cells, prices),
+        _train_success(cells, note),
+        _judge_cost(cells, numbers),
+        _judge_replay(trained),
+        *_criteria(cells, numbers, window),
+        _inert(cells, numbers, window),
+        _citations(cells, numbers),
+    ]
+
+
+def _rank(setting: str) -> tuple[int, str]:
+    return (_ORDER.index(setting) if setting in _ORDER else len(_ORDER), setting)
+
+
+def over_seeds(label: str, curves: Sequence[Mapping[float, float]], **style: object) -> Series:
+    """Mean over seeds at every x that any seed has; the band runs from the lowest to the highest of them."""
+    xs = sorted(set().union(*curves)) if curves else []
+    columns = [[c[x] for c in curves if x in c] for x in xs]
+    means = tuple(sum(c) / len(c) for c in columns)
+    if len(curves) < 2:
+        return Series(label, tuple(xs), means, **style)  # type: ignore[arg-type]
+    low, high = tuple(min(c) for c in columns), tuple(max(c) for c in columns)
+    return Series(label, tuple(xs), means, low, high, **style)  # type: ignore[arg-type]
+
+
+def _curve(steps: Sequence[StepNumbers], value: Callable[[StepNumbers], float | None]) -> dict[float, float]:
+    # The archive counts batches from 0, every log from 1: the step after which the number holds.
+    return {float(s.step + 1): v for s in steps if (v := value(s)) is not None}
+
+
+def _splits(runs: Sequence[Run]) -> list[str]:
+    return sorted({e.split for r in runs for e in r.evaluations if not e.during_training}, reverse=True)
+
+
+def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
+    panels = []
+    trained = [r for c in cells.values() for r in c]
+    for split in _splits(trained):
+        series, missing = [], []
+        groups = {"base": [e for r in trained if (e := r.base_evaluation(split))]}
+        groups |= {s: [e for r in cell for e in r.final_evaluations(split)] for s, cell in cells.items()}
+        for name, evaluations in groups.items():
+            cost, success = (
+                mean_std(e.cost_usd(prices) for e in evaluations),
+                mean_std(e.figure("tgc") for e in evaluations),
+            )
+            if evaluations and (cost is None or success is None):
+                missing.append(name)
+            elif cost and success:
+                series.append(Series(name, (cost.mean,), (success.mean,)))
+        gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN to scripts/evaluate.py"
+        title = split + (f" (no cost: {', '.join(missing)})" if series and missing else "")
+        panels.append(Panel(title, tuple(series), "scatter", gap=gap))
+    return Figure("F2_success_cost", "F2 · Success against the cost of evaluation", "USD for one run of every task",
+                  "TGC", tuple(panels) or (_nothing("no evaluation"),))  # fmt: skip
+
+
+def _terminations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
+    panels = []
+    for setting, cell in cells.items():
+        counts: dict[int, Counter[str]] = defaultdict(Counter)
+        for run in cell:
+            for s in numbers[run.path]:
+                counts[s.step + 1].update(s.terminations)
+        kinds = [k for k, _ in sum(counts.values(), Counter()).most_common()]
+        xs = sorted(s for s in counts if counts[s].total())
+        series = [Series(k, tuple(map(float, xs)), tuple(counts[x][k] / counts[x].total() for x in xs)) for k in kinds]
+        panels.append(Panel(setting, tuple(series), "stack", gap="" if xs else "no archived step"))
+    return Figure("F3_terminations", "F3 · How training rollouts end", "training step", "share of rollouts",
+                  tuple(panels) or (_nothing("no run"),))  # fmt: skip
+
+
+def _pass_rate(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], note: str) -> Figure:
+    series, without, rescored = [], [], False
+    for setting, cell in cells.items():
+        curves = [_curve(numbers[r.path], lambda s: s.verdicts.pass_rate) for r in cell]
+        if any(curves):
+            series.append(over_seeds(setting, [c for c in curves if c]))
+        else:
+            without.append(setting)
+        for folder in sorted({p for r in cell for p in r.path.glob("rescored/*")}):
+            curve = _curve(archive_numbers(folder), lambda s: s.verdicts.pass_rate)
+            if curve:
+                label = f"{setting} (rollouts re-scored: {folder.name})"
+                series.append(Series(label, tuple(curve), tuple(curve.values()), dotted=True, colour=setting))
+                rescored = True
+    said = [note] if note else []
+    said += [f"No rubric: {', '.join(without)}."] if without else []
+    said += [] if rescored else ["No run was re-scored on a static set (scripts/rescore.py RUN --rubric static)."]
+    panel = Panel("", tuple(series), gap="" if series else "no run with a rubric")
+    return Figure("F4_pass_rate", "F4 · Pass rate of the training rubric", "training step",
+                  "passes / (passes + fails)", (panel,), note=" ".join(said))  # fmt: skip
+
+
+def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
+    panels = []
+    trained = [r for c in cells.values() for r in c]
+    for split in _splits(trained):
+        groups = {"base": [e for r in trained if (e := r.base_evaluation(split))]}
+        groups |= {s: [e for r in cell for e in r.final_evaluations(split)] for s, cell in cells.items()}
+        for key, label in (
+            ("tgc_pass_hat", "pass^k: all k runs succeed"),
+            ("tgc_pass_at", "pass@k: at least one does"),
+        ):
+            series = []
+            for setting, found in groups.items():
+                curves = [{float(k): v for k, v in enumerate(e.content[key], 1) if v is not None} for e in found]
+                if any(len(c) > 1 for c in curves):
+                    series.append(over_seeds(setting, [c for c in curves if c]))
+            gap = "" if series else "every evaluation is of one run a task (n = 1); evaluate with n=3"
+            panels.append(Panel(f"{split}, {label}", tuple(series), gap=gap))
+    return Figure("F5_pass_k", "F5 · pass^k against pass@k", "k", "TGC", tuple(panels) or (_nothing("no evaluation"),))
+
+
+def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
+    models = [r for r in runs if not r.trained]
+    title = "F6 · Frontier models and trained policies by cost"
+    if not models:
+        gap = "no frontier model was evaluated (scripts/evaluate.py policy=litellm model=… out=FOLDER)"
+        return Figure("F6_frontier", title, "USD a task", "TGC", (_nothing(gap),))
+    panels = []
+    for split in _splits(models):
+        series = []
+        for name, cell in [*((r.setting, [r]) for r in models), *cells.items()]:
+            found = [e for r in cell for e in r.final_evaluations(split)]
+            cost = mean_std(
+                c / e.content["tasks"] for e in found if (c := e.cost_usd(prices)) is not None and e.content["tasks"]
+            )
+            success = mean_std(e.figure("tgc") for e in found)
+            if cost and success:
+                series.append(Series(name, (cost.mean,), (success.mean,)))
+        panels.append(Panel(split, tuple(series), "scatter", gap="" if series else "no evaluation has a cost"))
+    return Figure("F6_frontier", title, "USD a task", "TGC", tuple(panels))
+
+
+def _train_success(cells: Mapping[str, list[Run]], note: str) -> Figure:
+    series = []
+    for setting, cell in cells.items():
+        curves = [{float(s + 1): good / known for s, (good, known) in r.train_success.items()} for r in cell]
+        if any(curves):
+            series.append(over_seeds(setting, [c for c in curves if c]))
+    panel = Panel("", tuple(series), gap="" if series else "no train_success.csv: the environment has no evaluator")
+    title = "F7 · Success on training tasks (after the fact; never a reward)"
+    return Figure("F7_train_success", title, "training step",
+                  "share of rollouts", (panel,), note=note)  # fmt: skip
+
+
+def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
+    judged = {s: c for s, c in cells.items() if any(n.calls for r in c for n in numbers[r.path])}
+    if not judged:
+        return Figure("F8_judge_cost", "F8 · What judging costs", "", "", (_nothing("no run with a judge"),), False)
+    ticks = tuple(judged)
+    seen = {p for c in judged.values() for r in c for n in numbers[r.path] for p in n.calls}
+    phases = [*(p for p in _PHASES if p in seen), *sorted(seen - {*_PHASES})]
+    usd: dict[str, list[float | None]] = {p: [] for p in phases}
+    tokens: dict[str, list[float]] = {p: [] for p in phases}
+    points = []
+    for setting, cell in judged.items():
+        for phase in phases:
+            parts = [n.calls[phase] for r in cell for n in numbers[r.path] if phase in n.calls]
+            costs = [p.usd for p in parts]
+            usd[phase].append(None if None in costs else sum(c for c in costs if c is not None) / len(cell))
+            tokens[phase].append(sum(p.tokens for p in parts) / len(cell) / 1e6)
+        bill = [usd[p][-1] for p in phases]
+        success = mean_std(e.figure("tgc") for r in cell for sp in _splits(cell)[:1] for e in r.final_evaluations(sp))
+        if None not in bill and success:
+            points.append(Series(setting, (sum(b for b in bill if b is not None),), (success.mean,)))
+    unknown = any(v is None for column in usd.values() for v in column)
+    free = not unknown and not any(v for column in usd.values() for v in column)
+    gap = "a call had no known price" if unknown else "every call was free (scripted judge)" if free else ""
+    xs = tuple(float(i) for i in range(len(ticks)))
+    bars = tuple(Series(p, xs, tuple(v or 0.0 for v in usd[p])) for p in phases if not gap)
+    amounts = tuple(Series(p, xs, tuple(tokens[p])) for p in phases)
+    panels = (
+        Panel("USD a run", bars, "bar", ticks, gap),
+        Panel("million tokens a run", amounts, "bar", ticks),
+        Panel("TGC (y) against USD a run (x)", () if gap else tuple(points), "scatter", gap=gap),
+    )
+    return Figure("F8_judge_cost", "F8 · What judging costs, by phase, and against success", "", "", panels, False)
+
+
+def _judge_replay(runs: Sequence[Run]) -> Figure:
+    panels = []
+    for run in runs:
+        for file in sorted(run.path.glob("judge_replay/*/summary.json")):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            rows = content["windows"]
+            names = (("agreement", "agreement"), ("all_pass_baseline", "all-pass baseline"),
+                     ("false_pass", "false pass"),
+                     ("false_fail", "false fail"), ("recall", "criteria recall"),
+                     ("precision", "criteria precision"))  # fmt: skip
+            series = []
+            for key, label in names:
+                points = [(float(r["first_step"] + 1), r[key]) for r in rows if r.get(key) is not None]
+                if points:
+                    series.append(Series(label, tuple(x for x, _ in points), tuple(y for _, y in points)))
+            panels.append(Panel(f"{run.path.name}, judged again by {content['judge']}", tuple(series)))
+    gap = "no judge was replayed (scripts/replay_judge.py RUN --judge …)"
+    return Figure("F9_judge_replay", "F9 · The same calls, judged again", "training step (start of window)", "share",
+                  tuple(panels) or (_nothing(gap),))  # fmt: skip
+
+
+def _criteria(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int) -> list[Figure]:
+    figures = []
+    for setting, cell in cells.items():
+        counted: Counter[str] = Counter()
+        for run in cell:
+            for s in numbers[run.path]:
+                counted.update({t: v.passes + v.fails for t, v in s.by_title.items()})
+        if not counted:
+            continue
+        panels = []
+        steps = [s for r in cell for s in numbers[r.path]]
+        for title, _ in counted.most_common(_PANELS):
+            points = []
+            for w in windows(steps, window):
+                found = total(s.by_title.get(title, Verdicts()) for s in w)
+                if found.pass_rate is not None:
+                    points.append((float(w[0].step // window * window + 1), found.pass_rate))
+            line = Series("pass rate", tuple(x for x, _ in points), tuple(y for _, y in points))
+            panels.append(Panel(f"{title} ({counted[title]})", (line,)))
+        note = f"Windows of {window} steps. In brackets: passes and fails. "
+        note += f"The {len(panels)} most frequent of {len(counted)} titles." if len(counted) > len(panels) else ""
+        figures.append(
+            Figure(
+                "F10_criteria_" + re.sub(r"\W+", "_", setting).strip("_"),
+                f"F10 · Pass rate per criterion, {setting}",
+                "training step (start of window)",
+                "pass rate",
+                tuple(panels),
+                note=note,
+            )
+        )
+    return figures or [
+        Figure("F10_criteria", "F10 · Pass rate per criterion", "", "", (_nothing("no run with a rubric"),))
+    ]
+
+
+def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int) -> Figure:
+    series = []
+    for setting, cell in cells.items():
+        curves = []
+        for run in cell:
+            curve = {}
+            for w in windows(numbers[run.path], window):
+                known = [s for s in w if s.inert is not None and s.members]
+                if known:
+                    share = sum(s.inert or 0 for s in known) / sum(s.members for s in known)
+                    curve[float(w[0].step // window * window + 1)] = share
+            if curve:
+                curves.append(curve)
+        if curves:
+            series.append(over_seeds(setting, curves))
+    panel = Panel("", tuple(series), gap="" if series else "no run with a rubric")
+    return Figure("F11_inert_share", "F11 · Inert share: rollouts whose surviving verdicts are unanimous or none",
+                  "training step (start of window)", "share of judged rollouts", (panel,),
+                  note=f"Windows of {window} steps.")  # fmt: skip
+
+
+def _citations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
+    ticks = (*map(str, range(10)), "≥10")
+    series, said = [], []
+    for setting, cell in cells.items():
+        counts: Counter[int] = Counter()
+        for run in cell:
+            for s in numbers[run.path]:
+                counts.update(s.citations)
+        whole = counts.total()
+        if not whole:
+            continue
+        shares = [counts[k] / whole for k in range(10)] + [sum(v for k, v in counts.items() if k >= 10) / whole]
+        series.append(Series(setting, tuple(float(i) for i in range(11)), tuple(shares)))
+        ordered = sorted(counts.elements())
+        cited = [k for k in ordered if k]
+        said.append(f"{setting}: mean {sum(ordered) / whole:.2f} over all steps, {sum(cited) / len(cited):.2f} over "
+                    f"cited ones, median {ordered[whole // 2]}.")  # fmt: skip
+    gap = "no run with step credit: no citations were asked for"
+    panel = Panel("", tuple(series), "bar", ticks, "" if series else gap)
+    title = "F12 · Citations per step by surviving pass/fail verdicts"
+    return Figure("F12_citations", title, "citations", "share of steps",
+                  (panel,), note=" ".join(said))  # fmt: skip
+
+
+def _nothing(why: str) -> Panel:
+    return Panel("", (), gap=why)

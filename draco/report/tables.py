@@ -1,0 +1,300 @@
+"""Tables T2–T8 as numbers, CSV and Markdown. A figure that nobody measured is an empty cell and a stated gap."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draco.analysis.runs import Evaluation, Run
+from draco.evaluation.statistics import Spread, mean_std, paired_bootstrap, task_means
+
+__all__ = ["Table", "all_tables", "write_table"]
+
+Cell = float | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table; numbers stay numbers."""
+
+    name: str  #: of its files
+    title: str
+    columns: tuple[str, ...]  #: the first one names the row
+    rows: tuple[tuple[Cell, ...], ...]
+    form: str = "{:.1%}"  #: of a number in Markdown; CSV holds it in full
+    notes: tuple[str, ...] = ()  #: what the figures are, and the gaps
+    forms: dict[str, str] = field(default_factory=dict)  #: columns that are shown otherwise
+
+
+def write_table(table: Table, folder: Path) -> None:
+    """NAME.csv and NAME.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(table.columns)
+    writer.writerows(["" if c is None else c for c in row] for row in table.rows)
+    (folder / f"{table.name}.csv").write_text(text.getvalue(), encoding="utf-8")
+    lines = [f"**{table.title}**", ""]
+    if table.rows:
+        lines += ["| " + " | ".join(table.columns) + " |", "|---" * len(table.columns) + "|"]
+        forms = [table.forms.get(c, table.form) for c in table.columns]
+        lines += ["| " + " | ".join(_shown(c, f) for c, f in zip(row, forms, strict=True)) + " |" for row in table.rows]
+        lines.append("")
+    lines += [f"- {note}" for note in table.notes]
+    (folder / f"{table.name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _shown(cell: Cell, form: str) -> str:
+    if cell is None:
+        return "–"
+    return cell.replace("|", "\\|").replace("\n", " ") if isinstance(cell, str) else form.format(cell)
+
+
+#: a figure of an evaluation file: (column, reader)
+Reader = Callable[[Evaluation], float | None]
+
+
+def all_tables(runs: Sequence[Run], prices: Sequence[float] | None = None) -> list[Table]:
+    """Every table; one without any figure says so.
+
+    Args:
+        runs: run folders, and folders of evaluation files for frontier rows.
+        prices: USD per million tokens read for the first time, read again, written; see `Evaluation.cost_usd`.
+    """
+    trained = [r for r in runs if r.trained]
+    return [
+        _success(trained, "T2_success", "T2 · Success by setting", spread=False),
+        _turns(trained, "T3_turns", "T3 · Turns by setting", spread=False),
+        _success(
+            trained, "T4_success_std", "T4 · Success by setting, mean ± std over checkpoints and seeds", spread=True
+        ),
+        _turns(trained, "T5_turns_std", "T5 · Turns by setting, mean ± std over checkpoints and seeds", spread=True),
+        _difficulty(trained),
+        _self_judge(trained),
+        _models(runs, prices),
+        _differences(trained),
+    ]
+
+
+def _splits(runs: Sequence[Run]) -> list[str]:
+    found = {e.split for r in runs for e in r.evaluations if e.checkpoint != "base" and not e.during_training}
+    order = ["test_normal", "test_challenge"]
+    return sorted(found, key=lambda s: (order.index(s) if s in order else len(order), s))
+
+
+def _by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    order = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform"]
+    names = sorted({r.setting for r in runs}, key=lambda s: (order.index(s) if s in order else len(order), s))
+    return {name: [r for r in runs if r.setting == name] for name in names}
+
+
+def _finals(runs: Sequence[Run], split: str) -> list[Evaluation]:
+    return [e for r in runs for e in r.final_evaluations(split)]
+
+
+def _bases(runs: Sequence[Run], split: str) -> list[Evaluation]:
+    return [e for r in runs if (e := r.base_evaluation(split)) is not None]
+
+
+def _hat(kind: str, k: int) -> Reader:
+    def read(e: Evaluation) -> float | None:
+        curve: list[float | None] = e.content.get(f"{kind}_pass_hat") or []
+        return curve[k - 1] if k <= len(curve) else None
+
+    return read
+
+
+def _rows(runs: Sequence[Run], readers: Sequence[tuple[str, str, Reader]]) -> list[tuple[str, list[Spread | None]]]:
+    """One row a setting, the untrained policy first: [(name, spreads by reader)]. A reader is (column, split, read)."""
+    rows: list[tuple[str, list[Spread | None]]] = []
+    base = [mean_std(read(e) for e in _bases(runs, split)) for _, split, read in readers]
+    if any(base):
+        rows.append(("base", base))
+    for setting, cell in _by_setting(runs).items():
+        rows.append((setting, [mean_std(read(e) for e in _finals(cell, split)) for _, split, read in readers]))
+    return rows
+
+
+def _success(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table:
+    readers: list[tuple[str, str, Reader]] = []
+    for split in _splits(runs):
+        # An environment without scenarios has one success rate.
+        grouped = any(e.content.get("scenarios") != e.content.get("tasks") for e in _finals(runs, split))
+        kinds = (("tgc", "TGC"), ("sgc", "SGC")) if grouped else (("tgc", "SR"),)
+        readers += [(f"{split} {label} p{k}", split, _hat(kind, k)) for kind, label in kinds for k in (1, 2, 3)]
+    rows = _rows(runs, readers)
+    columns = [c for c, _, _ in readers]
+    notes = [
+        "pN = pass^N, the chance that N independent runs of a task all succeed. Faulted rollouts count as failed.",
+        *_counts(runs),
+        *_gaps(rows, columns),
+    ]
+    if not rows:
+        return Table(name, title, ("setting",), (), notes=("No evaluation of a trained policy is there.",))
+    if spread:
+        cells = tuple((n, *(_plus_minus(s) for s in spreads)) for n, spreads in rows)
+        return Table(name, title, ("setting", *columns), cells, notes=(*notes, *_single(rows)))
+    cells = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
+    notes.append("average = mean over the row's columns; a row with a gap has none.")
+    return Table(name, title, ("setting", *columns, "average"), cells, notes=tuple(notes))
+
+
+def _turns(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table:
+    readers: list[tuple[str, str, Reader]] = [(split, split, lambda e: e.figure("turns")) for split in _splits(runs)]
+    rows = _rows(runs, readers)
+    columns = [c for c, _, _ in readers]
+    if not rows:
+        return Table(name, title, ("setting",), (), notes=("No evaluation of a trained policy is there.",))
+    notes = ["Mean agent turns a rollout.", *_counts(runs), *_gaps(rows, columns)]
+    form = "{:.1f}"
+    if spread:
+        cells = tuple((n, *(_plus_minus(s, 1.0) for s in spreads)) for n, spreads in rows)
+        return Table(name, title, ("setting", *columns), cells, form, (*notes, *_single(rows)))
+    cells = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
+    return Table(name, title, ("setting", *columns, "average"), cells, form, tuple(notes))
+
+
+def _difficulty(runs: Sequence[Run]) -> Table:
+    name, title = "T6_difficulty", "T6 · Success by difficulty"
+    readers: list[tuple[str, str, Reader]] = []
+
+    def at(key: str, level: str) -> Reader:
+        return lambda e: (e.content.get(key) or {}).get(level)
+
+    for split in _splits(runs):
+        finals = _finals(runs, split)
+        for key, label in (("tgc_by_difficulty", "TGC"), ("sgc_by_difficulty", "SGC")):
+            levels = sorted({level for e in finals for level in (e.content.get(key) or {})})
+            readers += [(f"{split} {label} level {level}", split, at(key, level)) for level in levels]
+    rows = _rows(runs, readers)
+    if not readers:
+        return Table(name, title, ("setting",), (), notes=("No evaluation names difficulties.",))
+    columns = [c for c, _, _ in readers]
+    cells = tuple((n, *(s.mean if s else None for s in spreads)) for n, spreads in rows)
+    return Table(name, title, ("setting", *columns), cells, notes=(*_counts(runs), *_gaps(rows, columns)))
+
+
+def _self_judge(runs: Sequence[Run]) -> Table:
+    name, title = "T7_self_judge", "T7 · Who judges"
+    judged = [r for r in runs if r.judge]
+    if not any(r.judge.startswith("self") for r in judged):
+        note = "No run was judged by its own policy (rubric=self_judge), so there is nothing to compare."
+        return Table(name, title, ("setting", "judge"), (), notes=(note,))
+    kinds = sorted({(r.setting, r.judge) for r in judged})
+    columns = [f"{split} {label} p1" for split in _splits(runs) for label in ("TGC", "SGC")]
+    rows = []
+    for setting, judge in kinds:
+        cell = [r for r in judged if (r.setting, r.judge) == (setting, judge)]
+        spreads = [
+            mean_std(_hat(kind, 1)(e) for e in _finals(cell, split))
+            for split in _splits(runs)
+            for kind in ("tgc", "sgc")
+        ]
+        rows.append((setting, judge, *(s.mean if s else None for s in spreads)))
+    return Table(name, title, ("setting", "judge", *columns), tuple(rows), notes=tuple(_counts(runs)))
+
+
+def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
+    name, title = "T8_models", "T8 · Models: success and the cost of evaluating them"
+    columns = ("model", "split", "TGC", "SGC", "turns", "cost of one pass (USD)", "cost a task (USD)")
+    rows: list[tuple[Cell, ...]] = []
+    splits = sorted({e.split for r in runs for e in r.evaluations})
+    for split in splits:
+        found: list[tuple[str, list[Evaluation]]] = [
+            (s, [e for e in _finals(cell, split) if e.split == split]) for s, cell in _by_setting(runs).items()
+        ]
+        base = _bases([r for r in runs if r.trained], split)
+        for model, evaluations in [("base", base), *found]:
+            if not evaluations:
+                continue
+            figures = [mean_std(e.figure(key) for e in evaluations) for key in ("tgc", "sgc", "turns")]
+            costs = [e.cost_usd(prices) for e in evaluations]
+            cost = mean_std(costs) if None not in costs else None
+            tasks = evaluations[0].content.get("tasks") or 0
+            means = [f.mean if f else None for f in figures]
+            rows.append(
+                (model, split, *means, cost.mean if cost else None, cost.mean / tasks if cost and tasks else None)
+            )
+    notes = ["The cost is that of one run of every task, at the prices that the evaluation was given."]
+    if any(row[5] is None for row in rows):
+        notes.append("No cost: the evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
+    if not any(not r.trained for r in runs):
+        notes.append(
+            "No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too)."
+        )
+    forms = {"turns": "{:.1f}", columns[5]: "{:.2f}", columns[6]: "{:.4f}"}
+    return Table(name, title, columns, tuple(rows), notes=tuple(notes), forms=forms)
+
+
+def _differences(runs: Sequence[Run]) -> Table:
+    """Beyond the paper: every setting against the first, on the same tasks."""
+    name, title = "T9_differences", "T9 · Differences on the same tasks, with 95% paired-bootstrap intervals"
+    columns = ("split", "setting", "against", "difference in TGC", "low", "high", "tasks")
+    rows: list[tuple[Cell, ...]] = []
+    notes = ["Tasks are drawn with replacement, both settings together (10,000 draws); success is averaged over seeds, "
+             "checkpoints and runs of a task first."]  # fmt: skip
+    for split in _splits(runs):
+        means = {"base": _pooled(_bases(runs, split))}
+        means |= {setting: _pooled(_finals(cell, split)) for setting, cell in _by_setting(runs).items()}
+        means = {k: v for k, v in means.items() if v}
+        names = list(means)
+        for i, one in enumerate(names):
+            for other in names[i + 1 :]:
+                d = paired_bootstrap(means[one], means[other])
+                rows.append((split, other, one, d.mean, d.low, d.high, float(d.tasks)))
+                if d.only_one:
+                    notes.append(f"{split}, {other} against {one}: {d.only_one} tasks are in one of them only.")
+    if not rows:
+        return Table(name, title, columns, (), notes=("Fewer than two settings are there.",))
+    return Table(name, title, columns, tuple(rows), "{:+.1%}", tuple(notes), {"tasks": "{:.0f}"})
+
+
+def _pooled(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    by_task: dict[str, list[float]] = {}
+    for e in evaluations:
+        for task, mean in task_means(e.content.get("records", ())).items():
+            by_task.setdefault(task, []).append(mean)
+    return {t: sum(v) / len(v) for t, v in by_task.items()}
+
+
+def _average(spreads: Sequence[Spread | None]) -> float | None:
+    known = [s.mean for s in spreads if s]
+    return sum(known) / len(known) if known and len(known) == len(spreads) else None
+
+
+def _plus_minus(spread: Spread | None, scale: float = 100.0) -> str | None:
+    if spread is None:
+        return None
+    return f"{scale * spread.mean:.1f} ± " + ("–" if spread.std is None else f"{scale * spread.std:.1f}")
+
+
+def _counts(runs: Sequence[Run]) -> list[str]:
+    counted = []
+    for setting, cell in _by_setting(runs).items():
+        for split in _splits(cell):
+            finals = _finals(cell, split)
+            faults = sum(int(e.content.get("quarantined") or 0) for e in finals)
+            unknown = sum(int(e.content.get("unevaluated") or 0) for e in finals)
+            seeds = len({r.seed for r in cell})
+            text = f"{setting}, {split}: {seeds} seed(s), {len(finals)} checkpoint(s), n = {finals[0].n}"
+            text += f", {faults} faulted rollouts (failed)" if faults else ""
+            text += f", {unknown} rollouts whose evaluator failed (left out)" if unknown else ""
+            counted.append(text + ".")
+    return counted
+
+
+def _gaps(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:
+    missing: dict[str, list[str]] = {}
+    for name, spreads in rows:
+        for column, spread in zip(columns, spreads, strict=True):
+            if spread is None:
+                missing.setdefault(name, []).append(column)
+    return [f"Not measured for {name}: {', '.join(columns)}." for name, columns in missing.items()]
+
+
+def _single(rows: Sequence[tuple[str, Sequence[Spread | None]]]) -> list[str]:
+    alone = [name for name, spreads in rows if any(s is not None and s.std is None for s in spreads)]
+    return [f"One value only, so no std: {', '.join(alone)}."] if alone else []

@@ -1,0 +1,117 @@
+"""τ-bench Banking, zero-shot: `python scripts/evaluate.py env=tau_banking run=runs/NAME n=3 tau2=/path/to/bin/tau2`.
+
+The checkpoint is served by vLLM on the loopback interface, the user's tau2 plays it, and the results are counted here:
+infrastructure errors and missing simulations are failures over tasks × n, and are shown. Writes
+`evaluations/tau_banking-CHECKPOINT-nN.json` into the run folder, which scripts/report.py reads.
+
+Options (key=value):
+    run         run folder
+    n           trials a task (default 3)
+    checkpoint  last (default), base, or a step number
+    tau2        executable of tau2 (its own environment)
+    results     read this results file instead of running anything
+    api_base, model   a server that runs already (OpenAI-compatible), and the model's name there; otherwise
+    python, tool_parser, port   the interpreter that has vLLM (default .venv-vllm/bin/python), its parser (default
+                hermes), and the port (default 8010)
+    user, user_api_base   the user simulator (default openai/gpt-5.4); its key comes from the environment
+    domain, retrieval     default banking_knowledge, alltools
+    tasks       the first so many tasks
+    max_turns   agent turns (default 100; tau2's --max-steps is twice that: it counts every message)
+    prices, user_prices   READ,WRITTEN in USD per million tokens of the agent and of the user simulator
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from draco import checkpoint
+from draco.arguments import parse
+from draco.errors import ConfigError
+from draco.evaluation.tau import TauOptions, parse_results, run_tau2, served
+from draco.summary import write_json
+
+OPTIONS = {
+    "env", "run", "n", "checkpoint", "tau2", "results", "api_base", "model", "python", "tool_parser", "port", "user",
+    "user_api_base", "domain", "retrieval", "tasks", "max_turns", "prices", "user_prices",
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Run or read one evaluation."""
+    _, given = parse(arguments, OPTIONS)
+    if "run" not in given:
+        raise ConfigError("run=FOLDER is missing: the run to evaluate")
+    run = Path(given["run"])
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"run={run}: no run there (config.yaml not found)")
+    n = int(given.get("n", 3))
+    which = given.get("checkpoint", "last")
+    folder = _checkpoint(run, which)
+    name = "base" if folder is None else folder.name
+    named: dict[str, Any] = {
+        k: given[k] for k in ("tau2", "domain", "retrieval", "user", "user_api_base") if k in given
+    }
+    tau = TauOptions(
+        n=n,
+        max_turns=int(given.get("max_turns", 100)),
+        tasks=int(given["tasks"]) if "tasks" in given else None,
+        **named,
+    )
+    file = Path(given["results"]) if "results" in given else _play(run, given, tau, folder, name)
+    prices, user_prices = _prices(given.get("prices"), "prices"), _prices(given.get("user_prices"), "user_prices")
+    content = parse_results(file, n=n, prices=prices, user_prices=user_prices)
+    out = run / "evaluations" / f"tau_banking-{name}-n{n}.json"
+    settings = {"domain": tau.domain, "retrieval": tau.retrieval, "user": tau.user, "max_turns": tau.max_turns}
+    write_json(out, {"run": str(run), "checkpoint": name, "split": "tau_banking", **settings, **content})
+    show(content)
+    print(f"records: {out}")
+
+
+def _checkpoint(run: Path, which: str) -> Path | None:
+    if which == "base":
+        return None
+    if which == "last":
+        return checkpoint.latest(run)
+    folder = checkpoint.folder_of(run, int(which)) if which.isdigit() else None
+    if folder is None or not folder.is_dir():
+        raise ConfigError(f"checkpoint={which} is not there; use last, base or a step number")
+    return folder
+
+
+def _play(run: Path, given: dict[str, str], tau: TauOptions, folder: Path | None, name: str) -> Path:
+    save_to = run / "tau2" / f"{name}-n{tau.n}"
+    if "api_base" in given:
+        return run_tau2(tau, given.get("model", "policy"), given["api_base"], save_to)
+    model = OmegaConf.load(run / "config.yaml").policy.path
+    with served(
+        given.get("python", ".venv-vllm/bin/python"),
+        str(model),
+        None if folder is None else folder / "adapter",
+        tool_parser=given.get("tool_parser", "hermes"),
+        port=int(given.get("port", 8010)),
+        log=run / "vllm-tau2.log",
+    ) as (served_name, api_base):
+        return run_tau2(tau, served_name, api_base, save_to)
+
+
+def _prices(text: str | None, name: str) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        read, written = (float(v) for v in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{name}={text}: expected READ,WRITTEN in USD per million tokens") from None
+    return read, written
+
+
+def show(content: dict[str, Any]) -> None:
+    """Success, faults, turns, cost."""
+    rates = "  ".join(f"p{k} {v:.1%}" for k, v in enumerate(content["tgc_pass_hat"], 1) if v is not None)
+    print(f"{content['tasks']} tasks × {content['n']}: SR {rates}")
+    print(f"counted as failed: {content['infrastructure_errors']} infrastructure errors, {content['missing']} missing")
+    cost = content["cost_usd"]
+    bill = "unknown (prices=, user_prices=)" if cost is None else f"${cost:.2f} (agent and user simulator)"
+    print(f"turns {content['turns']:.1f}   cost of one pass: {bill}")

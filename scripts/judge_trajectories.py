@@ -1,0 +1,125 @@
+"""Judge finished trajectories of any agent: rubric, verdicts, rewards, step credits, archive, report.html; no training.
+
+    python scripts/judge_trajectories.py input=runs.jsonl judge=litellm judge.model=openai/gpt-5.4
+    python scripts/judge_trajectories.py input=labelled.jsonl judge=labels
+
+Input, by its shape: JSON lines (or one JSON list) of objects with `task_id`, `messages` in OpenAI's chat format with
+tool calls and, where it is known, `sample`; τ-bench results (`task_id`, `trial`, `traj`, or `simulations`);
+AgentProcessBench rows. Trajectories of one task id are a group; a group needs two. A step is an assistant turn. Rows
+that are malformed are all listed with line and field, and nothing is judged.
+
+Options (key=value); what train.py calls rubric.*, credit.*, judge.*, advantage.* works here too:
+    input      the file
+    out        run folder (default runs/judged-FILE)
+    judge      scripted knows the embedded environment alone; litellm is any model; labels: the file's own labels
+    rubric     dynamic (default) | static with rubric.stage.criteria=FILE.yaml
+    credit     step (default) | uniform
+    caveats    a text about the environment for the judge
+    batch      groups a step of the archive (default 16)
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from draco.analysis.judging import composed
+from draco.analysis.outside import Outside, judge_by_labels, read_groups_of
+from draco.analysis.runs import open_run
+from draco.analysis.series import archive_numbers
+from draco.archive import write_step
+from draco.arguments import parse
+from draco.errors import ConfigError, DracoError
+from draco.judge.stage import read_secret
+from draco.report.page import write_page
+from draco.run import instantiate
+from draco.runfolder import prepare, write_config
+from draco.stages import CreditStage
+from draco.types import Credit, Group
+
+OPTIONS = {"input", "out", "judge", "rubric", "credit", "caveats", "batch", "overwrite"}
+
+
+def main(arguments: list[str]) -> None:
+    """Judge a file."""
+    _, given = parse(arguments, OPTIONS, ("judge.", "rubric.", "credit.", "advantage."))
+    if "input" not in given:
+        raise ConfigError("input=FILE is missing: the trajectories to judge")
+    source = Path(given["input"])
+    outside = read_groups_of(source)
+    run = Path(given.get("out", f"runs/judged-{source.stem}"))
+    labels = given.get("judge") == "labels"
+    passed = [f"{k}={v}" for k, v in given.items() if k in {"rubric", "credit"} or "." in k]
+    config = composed([*passed, *([] if labels or "judge" not in given else [f"judge={given['judge']}"])])
+    if not labels and "scripted" in str(config.judge.get("model", "")):
+        raise ConfigError(
+            "judge=scripted knows the embedded environment alone; use judge=litellm judge.model=… or labels"
+        )
+    prepare(run, overwrite=given.get("overwrite", "false").lower() == "true")
+    write_config(_kept(config, outside, labels, source), run)
+    batch = int(given.get("batch", 16))
+    rule: CreditStage = instantiate(config.credit.stage)
+    steps = [outside.groups[i : i + batch] for i in range(0, len(outside.groups), batch)]
+    numbered = [[replace(g, step=s) for g in groups] for s, groups in enumerate(steps)]
+    if labels:
+        for s, groups in enumerate(numbered):
+            _write(run, s, groups, list(rule.assign(judge_by_labels(replace(outside, groups=tuple(groups))))), [])
+    else:
+        _judge(run, numbered, config, rule, given.get("caveats", ""))
+    show(run, outside)
+
+
+def _judge(run: Path, numbered: list[list[Group]], config: DictConfig, rule: CreditStage, caveats: str) -> None:
+    stage = instantiate(config.rubric.stage)
+    stage.needs_citations = rule.needs_citations
+    stage.bind((caveats,) if caveats else (), read_secret(run / "transcript_secret"))
+    try:
+        for s, groups in enumerate(numbered):
+            credits = list(rule.assign(stage.judge(groups)))
+            _write(run, s, groups, credits, stage.take_records())
+    finally:
+        if hasattr(stage, "close"):
+            stage.close()
+
+
+def _write(run: Path, step: int, groups: list[Group], credits: list[Credit], records: list[Any]) -> None:
+    write_step(run, step, groups, credits, records)
+
+
+def _kept(config: DictConfig, outside: Outside, labels: bool, source: Path) -> DictConfig:
+    """What the run folder says of itself: enough for replay.py, report.py and replay_judge.py."""
+    content: dict[str, Any] = {
+        name: OmegaConf.to_container(config[name], resolve=True) for name in ("rubric", "credit", "judge", "advantage")
+    }
+    if labels:
+        content |= {"rubric": {"name": "labels", "stage": {}}, "judge": {"model": "labels of the file"}}
+    return OmegaConf.create({"steps": 0, "env": {"name": outside.form}, "input": str(source), **content})
+
+
+def show(run: Path, outside: Outside) -> None:
+    """Say what was judged and where it is."""
+    opened = open_run(run)
+    numbers = archive_numbers(run)
+    judged = sum(n.members for n in numbers)
+    total = sum(len(g.trajectories) for g in outside.groups)
+    reasons: dict[str, int] = {}
+    for n in numbers:
+        for reason, count in n.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    write_page(opened, numbers)
+    print(f"{outside.form}: {total} trajectories in {len(outside.groups)} groups; {judged} judged, "
+          f"{total - judged} not (in the archive's table of failures, with reasons)")  # fmt: skip
+    print("credit: " + ", ".join(f"{k} {v}" for k, v in sorted(reasons.items())))
+    print(f"archive: {run / 'archive'}\npage:    {run / 'report.html'}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except DracoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,172 @@
+"""τ-bench: results in the banking shape, counted by hand, and a stand-in for the tau2 executable."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import pytest
+
+from draco.errors import ConfigError, EnvironmentFault
+from draco.evaluation.tau import TauOptions, parse_results, run_tau2, tau2_command
+
+
+def simulation(task: str, trial: int, reward: float | None, end: str = "user_stop", turns: int = 2) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    for _ in range(turns):
+        messages += [
+            {"role": "assistant", "content": "x", "usage": {"prompt_tokens": 100, "completion_tokens": 10}},
+            {"role": "user", "content": "y", "usage": {"prompt_tokens": 50, "completion_tokens": 5}},
+            {"role": "tool", "content": "z"},
+        ]
+    info = (
+        None
+        if reward is None
+        else {"reward": reward, "db_check": {"db_match": True}, "reward_breakdown": {"DB": reward}}
+    )
+    return {
+        "task_id": task,
+        "trial": trial,
+        "reward_info": info,
+        "termination_reason": end,
+        "agent_cost": 0.0,
+        "messages": messages,
+    }
+
+
+def results(path: Path, simulations: list[dict[str, Any]], tasks: int = 3) -> Path:
+    content = {
+        "info": {"git_commit": "abc", "num_trials": 2, "agent_info": {"llm_args": {"api_key": "secret"}}},
+        "tasks": [{"id": f"task_{i:03}"} for i in range(tasks)], "simulations": simulations,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+BANKING = [
+    simulation("task_000", 0, 1.0), simulation("task_000", 1, 1.0), simulation("task_001", 0, 1.0, turns=4),
+    simulation("task_001", 1, None, "infrastructure_error", turns=0), simulation("task_002", 0, 0.0, "max_steps"),
+]  # fmt: skip
+
+
+def test_infrastructure_errors_and_missing_runs_are_failures(tmp_path: Path) -> None:
+    found = parse_results(results(tmp_path / "r.json", BANKING), n=2, prices=(2.0, 8.0), user_prices=(1.0, 4.0))
+    # 3 of 3 × 2: tau2 itself would report 3 of 4 that it counts.
+    assert found["tgc"] == pytest.approx(3 / 6)
+    assert found["tgc_pass_hat"] == pytest.approx([0.5, 1 / 3])
+    assert found["tgc_pass_at"] == pytest.approx([0.5, 2 / 3])
+    assert (found["infrastructure_errors"], found["missing"], found["quarantined"]) == (1, 1, 2)
+    assert found["turns"] == pytest.approx((2 + 2 + 4 + 0 + 2 + 0) / 6)
+    # 10 agent and 10 user turns; half of the bill is one pass.
+    assert found["agent_cost_usd"] == pytest.approx((1000 * 2 + 100 * 8) / 1e6)
+    assert found["user_cost_usd"] == pytest.approx((500 * 1 + 50 * 4) / 1e6)
+    assert found["cost_usd"] == pytest.approx((2800 + 700) / 2e6)
+    assert "secret" not in json.dumps(found)
+    assert parse_results(tmp_path / "r.json", n=2)["cost_usd"] is None  # tau2's $0 of a local model is no price
+
+
+def test_what_is_no_results_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="simulations"):
+        parse_results(tmp_path / "a.json", n=1)
+    with pytest.raises(ConfigError, match=r"simulation 0: field 'reward_info\.reward'"):
+        parse_results(results(tmp_path / "b.json", [simulation("t", 0, "x")]), n=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="more than n=1"):
+        parse_results(results(tmp_path / "c.json", BANKING), n=1)
+
+
+def test_the_command_holds_no_key_and_doubles_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    command = tau2_command(TauOptions(max_turns=100), "policy", "http://127.0.0.1:1/v1", Path("/x/out"))
+    assert command[command.index("--max-steps") + 1] == "200"
+    assert command[command.index("--retrieval-config") + 1] == "alltools"
+    assert "sk-secret" not in " ".join(command)
+
+
+@pytest.fixture
+def tau2(tmp_path: Path) -> Path:
+    """Writes the results above to where --save-to says; fails for the user simulator `bad`."""
+    program = tmp_path / "tau2"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, pathlib, sys\n"
+        "if 'bad' in sys.argv: sys.exit('no such model')\n"
+        "out = pathlib.Path(sys.argv[sys.argv.index('--save-to') + 1])\n"
+        "out.mkdir(parents=True)\n"
+        f"(out / 'results.json').write_text(pathlib.Path({str(tmp_path / 'r.json')!r}).read_text())\n",
+        encoding="utf-8",
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    results(tmp_path / "r.json", BANKING)
+    return program
+
+
+def test_evaluate_runs_the_executable(tmp_path: Path, tau2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(
+        "policy: {path: x}\nrubric: {name: dynamic}\ncredit: {name: step}\n", encoding="utf-8"
+    )
+    arguments = [
+        "env=tau_banking",
+        f"run={run}",
+        "n=2",
+        "checkpoint=base",
+        f"tau2={tau2}",
+        "api_base=http://127.0.0.1:1/v1",
+    ]
+    evaluate.main(arguments)
+    printed = capsys.readouterr().out
+    assert "3 tasks × 2: SR p1 50.0%  p2 33.3%" in printed
+    assert "1 infrastructure errors, 1 missing" in printed
+    content = json.loads((run / "evaluations" / "tau_banking-base-n2.json").read_text(encoding="utf-8"))
+    assert (content["retrieval"], content["split"], content["tau2"]["git_commit"]) == ("alltools", "tau_banking", "abc")
+    with pytest.raises(ConfigError, match="is there already"):
+        evaluate.main(arguments)
+    evaluate.main([*arguments, f"results={tmp_path / 'r.json'}"])
+    from draco.analysis.runs import open_run
+
+    found = open_run(run).base_evaluation("tau_banking")
+    assert found is not None
+    assert found.n == 2
+
+
+def test_a_failing_executable_is_quoted(tmp_path: Path, tau2: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="no such model"):
+        run_tau2(TauOptions(tau2=str(tau2), user="bad"), "m", "http://127.0.0.1:1/v1", tmp_path / "o")
+    with pytest.raises(ConfigError, match="no executable"):
+        run_tau2(TauOptions(tau2=str(tmp_path / "none")), "m", "x", tmp_path / "o")
+
+
+def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path) -> None:
+    run = tmp_path / "run"
+    adapter = run / "checkpoints" / "step=000001" / "adapter"
+    adapter.mkdir(parents=True)
+    (run / "config.yaml").write_text("policy: {path: some/model}\n", encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = tmp_path / "python"
+    server.write_text(
+        f"#!{sys.executable}\nimport json, pathlib, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n"
+        f"pathlib.Path({str(tmp_path / 'argv.json')!r}).write_text(json.dumps(sys.argv))\n"
+        "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n"
+        "        self.send_response(200)\n        self.end_headers()\n"
+        "HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n",
+        encoding="utf-8",
+    )
+    server.chmod(server.stat().st_mode | stat.S_IXUSR)
+    options = [f"run={run}", "n=2", "checkpoint=1", f"tau2={tau2}", f"python={server}", f"port={port}"]
+    evaluate.main(["env=tau_banking", *options, "tool_parser=hermes"])
+    arguments = json.loads((tmp_path / "argv.json").read_text(encoding="utf-8"))
+    assert arguments[arguments.index("--lora-modules") + 1] == f"policy={adapter}"
+    assert arguments[arguments.index("--model") + 1] == "some/model"
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert (run / "evaluations" / "tau_banking-step=000001-n2.json").is_file()
+    with socket.socket() as again, pytest.raises(ConnectionRefusedError):
+        again.connect(("127.0.0.1", port))
