@@ -279,18 +279,6 @@ def read_table(run: Path, name: str, steps: Iterable[int] | None = None) -> pa.T
     return pa.concat_tables([pq.read_table(f, partitioning=None) for f in files], promote_options="default")
 
 
-def read_calls(run: Path, steps: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    """Judge calls with their texts: `messages` as [(role, content)] byte for byte as sent, `reply` as it came.
-
-    Raises:
-        FileNotFoundError: the run has no judge calls.
-    """
-    rows: list[dict[str, Any]] = read_table(run, "judge_calls", steps).to_pylist()
-    for row in rows:
-        row["messages"] = [(role, content) for role, content in json.loads(row["messages"])]
-    return rows
-
-
 def read_trajectories(table: pa.Table) -> list[Trajectory]:
     """Rebuild trajectories from rows of the `trajectories` table."""
     return [
