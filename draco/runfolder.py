@@ -28,7 +28,7 @@ log = logging.getLogger("draco")
 
 _SECRET = re.compile(r"(key|token|secret|password|credential)s?$", re.IGNORECASE)
 #: what a resume may change: length and placement
-RESUMABLE = ("steps", "trainer", "logger", "checkpoint")
+RESUMABLE = ("steps", "trainer", "distributed", "logger", "checkpoint")
 _LOCK = "lock"
 _REDACTED = "<redacted>"
 
@@ -154,7 +154,7 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
             continue
         key = name.split("@")[0]
         value = OmegaConf.select(given, key)
-        OmegaConf.update(config, key, value, force_add=True)
+        OmegaConf.update(config, key, value, merge=False, force_add=True)  # a trainer replaces the other as a whole
         if OmegaConf.select(config, f"callbacks.{key}") is not None:  # stored resolved: the callback has its own copy
             OmegaConf.update(config, f"callbacks.{key}", value)
     again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}
