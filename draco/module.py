@@ -202,7 +202,7 @@ class GRPOModule(LightningModule):
             yield [share]
 
     def _row_lists(self, credited: Iterable[Credit]) -> Iterator[list[Row]]:
-        """All rows at once in batch order, or each group's rows as it arrives (not where ranks must agree on a plan)."""
+        """All rows at once in batch order, or each group's rows as it arrives (not where ranks agree on a plan)."""
         assert self.record is not None
         if self.update_options.order == "arrival" and not is_sharded(self.policy.model):
             for credit in credited:

@@ -64,15 +64,23 @@ def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool
     script = Path(sys.argv[0]).name
     if nodes > 1:
         raise ConfigError(
-            f"trainer.num_nodes is {nodes}: start the job on every node with torchrun --nnodes {nodes} --nproc-per-node "
-            f"{local} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 --rdzv-id NAME {script} … (scripts/slurm/ has "
-            "complete files)"
+            f"trainer.num_nodes is {nodes}: start the job on every node with torchrun --nnodes {nodes} "
+            f"--nproc-per-node {local} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 --rdzv-id NAME {script} … "
+            "(scripts/slurm/ has complete files)"
         )
     if sweeping:
         raise ConfigError(f"a sweep runs in one process and this trainer wants {local}; start one job at a time")
     _check_strategy(config)
     named = any(o.split("=", 1)[0] in {"run", "resume"} for o in overrides)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(local), sys.argv[0]]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(local),
+        sys.argv[0],
+    ]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [*command, *sys.argv[1:], *([] if named else [f"run={config.run}"])])

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draco.chat import ChatFormat
 from draco.distributed import rank
 from draco.errors import AdapterError, ConfigError
+from draco.kernels import require_kernels
 from draco.lora import fuse_lora
 from draco.sharding import full, is_sharded, like, on_meta, phantoms
 from draco.types import Message
@@ -94,6 +95,8 @@ class Policy(nn.Module):
             options["gguf_file"] = gguf_file
         try:
             with _quiet_loading():
+                if torch.cuda.is_available() and not gguf_file:
+                    require_kernels(AutoConfig.from_pretrained(folder, **options).model_type, gpu=True)
                 self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
                 if sharded:
                     base = _without_weights(folder, dtype, options)

@@ -1,8 +1,8 @@
 """Sharded training (FSDP2): no rank ever holds the whole base model.
 
 A policy built with `sharded=True` has a base model without memory: its parameters are on the meta device, the adapter
-is real. `shard` cuts every decoder layer, and what is left, over the data-parallel ranks and reads each rank's rows, and
-only those, from the safetensors files. Then a layer is whole only while it computes.
+is real. `shard` cuts every decoder layer, and what is left, over the data-parallel ranks and reads each rank's rows,
+and only those, from the safetensors files. Then a layer is whole only while it computes.
 
 Gradients: FSDP averages over ranks; `set_gradient_divide_factor(1)` makes it a sum, which is what the update wants (one
 global denominator divides later). Every forward and backward pass is a collective, so all ranks must run the same
@@ -195,7 +195,9 @@ class _Weights:
             with safe_open(single, "pt") as file:
                 self.files = {name: single for name in file.keys()}  # noqa: SIM118 (no mapping)
         else:
-            raise ConfigError(f"sharded loading reads safetensors, and {folder} has no model.safetensors; use trainer=ddp")
+            raise ConfigError(
+                f"sharded loading reads safetensors, and {folder} has no model.safetensors; use trainer=ddp"
+            )
         self.folder = folder
 
     def rows(self, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:

@@ -74,9 +74,16 @@ def bill(
     return {**total, "usd": usd, "phases": phases}
 
 
-def implied_tokens(price: tuple[float, float], means: Mapping[str, tuple[float, float]], calls: Mapping[str, float]) -> dict[str, float]:
+def implied_tokens(
+    price: tuple[float, float], means: Mapping[str, tuple[float, float]], calls: Mapping[str, float]
+) -> dict[str, float]:
     """Tokens a call that the paper's bill implies at a price, at the shares of input and output of `means`."""
     total = bill(calls, means, price)
     share = total["tokens_out"] / (total["tokens_in"] + total["tokens_out"])
     tokens = PAPER_USD_A_CALL / ((1 - share) * price[0] + share * price[1])
-    return {"usd_a_call": PAPER_USD_A_CALL, "tokens_a_call": tokens, "tokens_in": tokens * (1 - share), "tokens_out": tokens * share}
+    return {
+        "usd_a_call": PAPER_USD_A_CALL,
+        "tokens_a_call": tokens,
+        "tokens_in": tokens * (1 - share),
+        "tokens_out": tokens * share,
+    }

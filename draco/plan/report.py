@@ -46,7 +46,12 @@ def make_plan(
         for name, (train, serve, colocated) in layouts(gpus).items()
     }
     return {
-        "experiment": {"policy": policy.path, "gpus": gpus, "gpu": gpu, "trainer": "fsdp" if sharded(config) else "ddp"},
+        "experiment": {
+            "policy": policy.path,
+            "gpus": gpus,
+            "gpu": gpu,
+            "trainer": "fsdp" if sharded(config) else "ddp",
+        },
         "model": {**asdict(size), "kv_bytes_a_token": size.kv_bytes(), "shards": layer_shards(model, gpus)},
         "layouts": found,
         "judge": _judge(config, size, assumptions, archive),
@@ -63,7 +68,14 @@ def layouts(gpus: int) -> dict[str, tuple[int, int, bool]]:
 
 
 def _layout(
-    config: DictConfig, size: ModelSize, gpu: Gpu, train: int, serve: int, colocated: bool, itemsize: int, a: Assumptions
+    config: DictConfig,
+    size: ModelSize,
+    gpu: Gpu,
+    train: int,
+    serve: int,
+    colocated: bool,
+    itemsize: int,
+    a: Assumptions,
 ) -> dict[str, Any]:
     limits, groups = config.limits, config.tasks_per_step
     rollouts = groups * config.group_size
@@ -101,7 +113,15 @@ def _layout(
 
 
 def _speed(
-    size: ModelSize, gpu: Gpu, train: int, servers: int, tp: int, at_once: float, rollouts: int, mean: float, a: Assumptions
+    size: ModelSize,
+    gpu: Gpu,
+    train: int,
+    servers: int,
+    tp: int,
+    at_once: float,
+    rollouts: int,
+    mean: float,
+    a: Assumptions,
 ) -> dict[str, float]:
     """Seconds of a step. Update: 8 flops a parameter and token (forward, recomputation, backward of frozen weights, and
     the reference pass), and attention's products. Decode: weights once a tick, and every sequence's cache."""
@@ -121,7 +141,14 @@ def _speed(
 
 
 def _advice(
-    config: DictConfig, size: ModelSize, need: dict[str, int], room: float, shards: int, train: int, tp: int, itemsize: int
+    config: DictConfig,
+    size: ModelSize,
+    need: dict[str, int],
+    room: float,
+    shards: int,
+    train: int,
+    tp: int,
+    itemsize: int,
 ) -> list[str]:
     """Which knob to turn, the most effective first."""
     if need["total"] <= room and tp:
@@ -145,7 +172,9 @@ def _advice(
         a_token = (need["layer_inputs"] + need["layer"]) / max(longest, config["update"].micro_batch_tokens)
         fitting = int(longest - missing / a_token)
         if fitting > 2048:
-            found.append(f"limits.max_response_tokens={fitting - config.limits.max_prompt_tokens}: shorter trajectories")
+            found.append(
+                f"limits.max_response_tokens={fitting - config.limits.max_prompt_tokens}: shorter trajectories"
+            )
     found.append("more GPUs, or GPUs with more memory")
     return found
 
@@ -164,7 +193,10 @@ def _judge(config: DictConfig, size: ModelSize, a: Assumptions, archive: Path | 
         calls = calls_seen
     price = prices(model)
     step = bill(calls, means, price)
-    run = {key: None if step[key] is None else step[key] * config.steps for key in ("calls", "tokens_in", "tokens_out", "usd")}
+    run = {
+        key: None if step[key] is None else step[key] * config.steps
+        for key in ("calls", "tokens_in", "tokens_out", "usd")
+    }
     longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     merge = config.group_size * longest + 4000 + (15 + 10 * config.group_size) * 120
     reference = price or (2.5e-6, 15e-6)
