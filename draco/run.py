@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from draco import checkpoint
 from draco.diskplan import plan_disk
-from draco.distributed import broadcast, check_shared, joined, main_only, rank, world_size
+from draco.distributed import barrier, broadcast, check_shared, joined, main_only, rank, world_size
 from draco.env.base import Environment, Evaluator
 from draco.errors import ConfigError, DracoError
 from draco.evaluation.metrics import summarise
@@ -199,7 +199,8 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
         loader.load_state_dict(state["loader"])
         checkpoint.load(resume, module.policy)
         module.batches_done = step
-    say_shares(config.tasks_per_step, world_size())
+    if rank() == 0:
+        say_shares(config.tasks_per_step, world_size())
     longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     check_disk = config.checkpoint.check_disk
     main_only(lambda: plan_disk(run, module.policy, loader, config.checkpoint, longest, refuse=check_disk))
@@ -221,6 +222,7 @@ def _train(config: DictConfig, run: Path) -> dict[str, Any]:
                 _missed_evaluation(config, parts, held_out, run, loggers)
             if not resume:
                 seed_everything(config.seed, workers=False, verbose=False)  # whatever came before
+            barrier()  # Lightning's own collectives have a time-out
             trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
         if to_do["after"]:
             _write(files[1], _evaluate(config, parts, held_out, run))
@@ -341,6 +343,7 @@ def _evaluate(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path)
         enable_model_summary=False,
         default_root_dir=str(run),
     )
+    barrier()
     with torch.no_grad():
         trainer.validate(parts.module, dataloaders=held_out, verbose=False)
     records = parts.module.validation_records

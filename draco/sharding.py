@@ -49,7 +49,7 @@ class ShardedStrategy(ModelParallelStrategy):
         super().setup_environment()
 
 
-# --- building without memory --------------------------------------------------------------------------------------------
+# --- building without memory ------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -71,8 +71,8 @@ def on_meta() -> Iterator[None]:
 
 @contextmanager
 def phantoms(model: nn.Module) -> Iterator[None]:
-    """Meta parameters look like CPU tensors (of one element, repeated) in the body: PEFT gives them a real adapter, with
-    the random numbers of a real model."""
+    """Meta parameters look like CPU tensors (of one element, repeated) in the body: PEFT gives them a real adapter,
+    with the random numbers of a real model."""
     meta = dict(model.named_parameters())
     for name, parameter in meta.items():
         _set(model, name, nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape), False))
@@ -98,7 +98,7 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     model.get_submodule(owner).register_parameter(key, parameter)
 
 
-# --- sharding -----------------------------------------------------------------------------------------------------------
+# --- sharding ---------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -193,7 +193,7 @@ class _Weights:
             self.files = {name: folder / file for name, file in names.items()}
         elif single.is_file():
             with safe_open(single, "pt") as file:
-                self.files = {name: single for name in file.keys()}  # noqa: SIM118 (no mapping)
+                self.files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
                 f"sharded loading reads safetensors, and {folder} has no model.safetensors; use trainer=ddp"
@@ -255,7 +255,7 @@ def _move_buffers(base: nn.Module, device: torch.device) -> None:
             module._buffers[key] = buffer.to(device)
 
 
-# --- shards and whole tensors -------------------------------------------------------------------------------------------
+# --- shards and whole tensors -----------------------------------------------------------------------------------------
 
 
 def full(tensor: Tensor) -> Tensor:

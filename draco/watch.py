@@ -60,9 +60,10 @@ class Watch:
 
         address = os.environ["MASTER_ADDR"]
         patience = timedelta(seconds=20)  # of one request: a machine that vanished answers nothing at all
-        own = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience) if rank == 0 else None
+        connect: Any = dist.TCPStore  # type: ignore[attr-defined]
+        own = connect(address, 0, is_master=True, wait_for_workers=False, timeout=patience) if rank == 0 else None
         port, host = broadcast((own.port, host_name()) if own is not None else None)
-        store = own or dist.TCPStore(address, port, is_master=False, timeout=patience)
+        store = own or connect(address, port, is_master=False, timeout=patience)
         watch = cls(rank, world, store, host)
         store.set(f"who/{rank}", json.dumps({"pid": os.getpid(), "host": host_name()}))
         watch._peers = [json.loads(store.get(f"who/{r}")) for r in range(world)]
@@ -156,22 +157,24 @@ class Watch:
                 self._end(fault)
 
     def _silent(self, seen: dict[int, tuple[str, float]]) -> dict[str, Any] | None:
-        """The first rank that is dead, if any."""
+        """The first rank that is dead, if any. Rank 0 listens to heartbeats, every rank looks after its neighbours."""
         now = time.monotonic()
-        for other in range(self.world):
-            if other == self.rank or self.store.check([f"gone/{other}"]):
+        for other, peer in enumerate(self._peers):
+            if other == self.rank:
                 continue
-            beat = self.store.get(f"beat/{other}").decode() if self.store.check([f"beat/{other}"]) else ""
-            last = seen.get(other)
-            if last is None or last[0] != beat:
-                seen[other] = (beat, now)
-            elif now - last[1] > _SILENCE_S:
-                message = f"no sign of life for {_SILENCE_S:.0f} s (killed, or its machine or network is down)"
-                return {"rank": other, "status": 1, "message": message}
-            peer = self._peers[other]
-            if peer["host"] == self._peers[self.rank]["host"] and not _alive(peer["pid"]):
-                time.sleep(_BEAT_S)  # what it had to say comes first
-                return {"rank": other, "status": 1, "message": "the process was killed (a signal, or out of memory)"}
+            fault = None
+            if peer["host"] == self._peers[self.rank]["host"]:
+                if not _alive(peer["pid"]):
+                    time.sleep(_BEAT_S)  # what it had to say comes first
+                    fault = "the process was killed (a signal, or out of memory)"
+            elif self.rank == 0:
+                beat = self.store.get(f"beat/{other}").decode() if self.store.check([f"beat/{other}"]) else ""
+                if other not in seen or seen[other][0] != beat:
+                    seen[other] = (beat, now)
+                elif now - seen[other][1] > _SILENCE_S:
+                    fault = f"no sign of life for {_SILENCE_S:.0f} s (killed, or its machine or network is down)"
+            if fault is not None and not self.store.check([f"gone/{other}"]):
+                return {"rank": other, "status": 1, "message": fault}
         return None
 
 

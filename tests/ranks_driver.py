@@ -57,6 +57,10 @@ class Rewards(RubricStage):
 
     gives_citations = False
 
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.seed = seed
+
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
         for group in groups:
             rewards = tuple(float((7 * t.sample + 3 * group.index + group.step) % 5) for t in group.trajectories)

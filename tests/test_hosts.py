@@ -1,4 +1,4 @@
-"""Two "hosts", network namespaces with addresses of their own: torchrun brings them together, one is lost, one goes on."""
+"""Two "hosts" (network namespaces with addresses of their own): torchrun joins them, one is lost, one goes on."""
 
 from __future__ import annotations
 

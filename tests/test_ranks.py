@@ -27,11 +27,17 @@ SMALL = [
 #: 4 tasks on 2 ranks would be even; with 3, one rank has twice the work of the other
 REPLAY = [
     *SMALL, "rollout._target_=ranks_driver.Replay", "+rollout.archive=source", "rubric=random", "credit=uniform",
-    "rubric.stage={_target_: ranks_driver.Rewards}", "update.micro_batch_tokens=300", "loss.kl_coef=0.1",
+    "rubric.stage._target_=ranks_driver.Rewards", "update.micro_batch_tokens=300", "loss.kl_coef=0.1",
 ]  # fmt: skip
 DDP = [*REPLAY, "trainer=ddp"]
 FSDP = [*REPLAY, "trainer=fsdp", "distributed.gather_for_rollouts=true"]
-FAULT = [*DDP, "distributed.timeout_s=4"]
+DDP_ON_CPU = ["trainer=ddp", "trainer.accelerator=cpu"]
+FAULT = [*DDP, "distributed.timeout_s=10"]
+
+
+def at2(rank: int, kind: str) -> dict[str, Any]:
+    return {"rank": rank, "step": 2, "kind": kind}
+
 
 JOBS: list[dict[str, Any]] = [
     {"name": "source", "ranks": 1, "overrides": [*SMALL, "rubric=random", "credit=uniform", "run=source"]},
@@ -41,13 +47,13 @@ JOBS: list[dict[str, Any]] = [
     # across numbers of processes and strategies: 2 (FSDP) → 1 → 2 (DDP)
     {"name": "moved1", "ranks": 2, "overrides": [*FSDP, "steps=2", "run=moved"]},
     {"name": "moved2", "ranks": 1, "overrides": ["resume=moved", "steps=3", "trainer=cpu"]},
-    {"name": "moved3", "ranks": 2, "overrides": ["resume=moved", "steps=5", "trainer=ddp", "trainer.accelerator=cpu"]},
-    {"name": "raised", "ranks": 2, "overrides": [*FAULT, "run=raised"], "fault": {"rank": 1, "step": 2, "kind": "raise"}},
-    {"name": "killed", "ranks": 2, "overrides": [*FAULT, "run=killed"], "fault": {"rank": 1, "step": 2, "kind": "kill"}},
-    {"name": "first", "ranks": 2, "overrides": [*FAULT, "run=first"], "fault": {"rank": 0, "step": 2, "kind": "kill"}},
+    {"name": "moved3", "ranks": 2, "overrides": ["resume=moved", "steps=5", *DDP_ON_CPU]},
+    {"name": "raised", "ranks": 2, "overrides": [*FAULT, "run=raised"], "fault": at2(1, "raise")},
+    {"name": "killed", "ranks": 2, "overrides": [*FAULT, "run=killed"], "fault": at2(1, "kill")},
+    {"name": "first", "ranks": 2, "overrides": [*FAULT, "run=first"], "fault": at2(0, "kill")},
     {
         "name": "slow", "ranks": 2, "overrides": [*FAULT, "steps=2", "run=slow"],
-        "fault": {"rank": 1, "step": 1, "kind": "slow", "seconds": 9},
+        "fault": {"rank": 1, "step": 1, "kind": "slow", "seconds": 20},
     },
     {"name": "apart", "ranks": 2, "overrides": [*DDP, "run=apart"], "fault": {"rank": 1, "kind": "elsewhere"}},
 ]  # fmt: skip
@@ -132,7 +138,7 @@ def test_a_fault_of_one_rank_ends_all_with_its_message(ran: Any, name: str, vict
 
 
 def test_waiting_for_a_slow_rank_is_no_collective(ran: Any) -> None:
-    folder, results = ran  # 9 s of silence, a time-out of 4
+    folder, results = ran  # 20 s of silence, a time-out of 10
     assert results["slow"][0] == [0, 0], said(folder, "slow", 0)[-2000:]
 
 

@@ -9,9 +9,9 @@ runs, in bytes a token (s: bytes of a number; h, f: widths; Q, K: widths of all 
     LoRA         lows · r · s                   x Aᵀ of every adapted matrix
     backward     2 f·s + h·s                    gradients alive at the widest point (the MLP product)
 
-A linear-attention layer (Gated DeltaNet, fused kernels) keeps instead of the attention line q, k, v before and after
-the convolution, gates and output: (4 K_lin + 5 V_lin) s. That line is an estimate; the others are checked against tracked
-tensor bytes in tests/test_plan.py.
+A linear-attention layer (Gated DeltaNet, fused kernels) keeps q, k, v before and after the convolution, gates and
+output instead of the attention line: (4 K_lin + 5 V_lin) s. That line is an estimate; the others are checked against
+tracked tensor bytes in tests/test_plan.py.
 """
 
 from __future__ import annotations
