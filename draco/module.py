@@ -100,7 +100,7 @@ class GRPOModule(LightningModule):
         if not next(model.parameters()).is_meta:
             ready = new
         elif ready := self._trainer is not None:
-            mesh, device = self.device_mesh, self.trainer.strategy.root_device  # type: ignore[attr-defined]
+            mesh, device = self.device_mesh, self.trainer.strategy.root_device
             assert mesh is not None
             shard(model, mesh["data_parallel"], folder=self.policy.weights_folder, device=device)
         if ready:

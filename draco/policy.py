@@ -191,7 +191,7 @@ class Policy(nn.Module):
 
         Of a sharded policy every rank must call it, and rank 0 writes.
         """
-        options = {}
+        options: dict[str, Any] = {}
         if is_sharded(self.model):
             state = {name: full(p) for name, p in self.model.named_parameters() if p.requires_grad}
             options["state_dict"] = state
@@ -261,7 +261,7 @@ def _without_weights(folder: str, dtype: str, options: dict[str, Any]) -> Any:
     config = AutoConfig.from_pretrained(folder, **options)
     config = config.get_text_config()
     with on_meta():
-        return AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=getattr(torch, dtype), trust_remote_code=options["trust_remote_code"]
         )
 

@@ -83,8 +83,8 @@ def phantoms(model: nn.Module) -> Iterator[None]:
     finally:
         for module in model.modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                if (name := owners.get(id(parameter))) is not None:
-                    module.register_parameter(key, meta[name])
+                if (owner := owners.get(id(parameter))) is not None:
+                    module.register_parameter(key, meta[owner])
         _tie(model)
 
 
@@ -158,7 +158,7 @@ def _layers(base: nn.Module) -> Sequence[nn.Module]:
 def whole_call(model: nn.Module, work: Callable[[], T]) -> T:
     """Run `work` with embedding, norm and head of a sharded model whole; of any other model just run it."""
     base = _base(model)
-    return cast(T, base.draco_call(work)) if isinstance(base, FSDPModule) else work()
+    return cast(T, cast(Any, base).draco_call(work)) if isinstance(base, FSDPModule) else work()
 
 
 @contextmanager

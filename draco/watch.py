@@ -102,8 +102,9 @@ class Watch:
         """Let go of the store. Rank 0 holds it until the others have read what is in it, or are dead."""
         try:
             self.store.set(f"gone/{self.rank}", "1")
-            if self.rank == 0:
-                self.store.wait([f"gone/{r}" for r in range(self.world)], timedelta(seconds=patience_s))
+            names, until = [f"gone/{r}" for r in range(self.world)], time.monotonic() + patience_s
+            while self.rank == 0 and time.monotonic() < until and not self.store.check(names):
+                time.sleep(0.1)
         except Exception as error:
             log.debug("leaving the watch: %s", error)
 

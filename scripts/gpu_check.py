@@ -100,7 +100,8 @@ def update(policy: Policy, rows: list[Row], packed: bool, device: torch.device, 
     result: dict[str, Any] = {"tokens": sum(r.length for r in rows), "packed": packed}
     with measured(device, result):
         totals = worker.accumulate(rows)
-    config = policy.model.get_base_model().config
+    base: Any = policy.model.get_base_model()
+    config = base.config
     parameters = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
     width = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
     attention = 2 * config.num_hidden_layers * width * sum(r.length**2 for r in rows) / 2 * 8

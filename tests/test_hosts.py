@@ -59,6 +59,8 @@ def start(host: str, address: str, log: Path, *overrides: str) -> subprocess.Pop
     """One torchrun on a host, as scripts/slurm/ddp.sbatch starts it; a session of its own, to be killed as a whole."""
     launcher = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
     launcher += ["--rdzv-endpoint", f"{ADDRESSES[0]}:29511", "--local-addr", address]
+    # The name of this machine is not that of a namespace, by which torchrun would know who holds the rendezvous.
+    launcher += ["--rdzv-conf", f"is_host={int(address == ADDRESSES[0])}"]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(ROOT / "train.py"), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable0", "HF_HUB_OFFLINE": "1"}
     with open(log, "wb") as file:

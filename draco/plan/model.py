@@ -81,7 +81,7 @@ def model_config(path: str) -> Any:
 def build(config: Any, *, rank: int, targets: str | Sequence[str] = "all-linear", dtype: str = "bfloat16") -> nn.Module:
     """The PEFT model on the meta device."""
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
         base.requires_grad_(False)
         chosen = targets if isinstance(targets, str) else list(targets)
         return cast(nn.Module, get_peft_model(base, LoraConfig(r=rank, target_modules=chosen, task_type="CAUSAL_LM")))
