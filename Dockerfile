@@ -40,6 +40,8 @@ ENTRYPOINT ["draco-train"]
 # The PyTorch wheels bring their own CUDA libraries; only the kernels below are compiled, against the toolkit here.
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS build
 ARG TORCH
+# Ubuntu removes old versions from its archive, so a pinned one would stop to build.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         g++ git ninja-build python3 python3-dev python3-venv \
@@ -47,7 +49,8 @@ RUN apt-get update \
 ENV PATH=/opt/draco/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 MAX_JOBS=4 \
     TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
 RUN python3 -m venv /opt/draco
-RUN pip install "torch==${TORCH}" 'setuptools>=80,<82' 'wheel>=0.45,<1' 'packaging>=25,<27' 'ninja>=1.13,<2' 'numpy>=2,<3' 'einops>=0.8,<1'
+RUN pip install "torch==${TORCH}" 'setuptools>=80,<82' 'wheel>=0.45,<1' 'packaging>=25,<27' 'ninja>=1.13,<2' \
+        'numpy>=2,<3' 'einops>=0.8,<1'
 COPY pyproject.toml README.md LICENSE /opt/src/
 COPY draco /opt/src/draco
 COPY callbacks /opt/src/callbacks
@@ -58,6 +61,7 @@ RUN pip install 'hatchling>=1.27,<2' \
 
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu24.04 AS cuda-base
 # Triton compiles a launcher at run time: it needs a C compiler and the Python headers.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         gcc libc6-dev python3 python3-dev python3-venv \
