@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from draco.distributed import barrier, broadcast, launched, world_size
 from draco.errors import ConfigError
@@ -93,10 +93,10 @@ def place(config: DictConfig) -> None:
         ConfigError: the strategy knows one process, or the engine cannot sample from shards.
     """
     if launched() > 1:
-        local = int(os.environ["LOCAL_WORLD_SIZE"])
-        config.trainer.devices = local
-        config.trainer.num_nodes = launched() // local
         _check_strategy(config)
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        for key, value in {"devices": local, "num_nodes": launched() // local}.items():
+            OmegaConf.update(config, f"trainer.{key}", value, force_add=True)
     if sharded(config) and config.engine.get("_target_") == _IN_PROCESS and not config.distributed.gather_for_rollouts:
         raise ConfigError(
             "engine=transformers cannot sample from a sharded policy: use engine=vllm (servers), or, if one device can "
@@ -144,7 +144,7 @@ def fetch_weights(config: DictConfig) -> None:
 
     revision = config.policy.get("revision")
     commit = broadcast(HfApi().model_info(path, revision=revision).sha if int(os.environ["RANK"]) == 0 else None)
-    config.policy.revision = commit
+    OmegaConf.update(config, "policy.revision", commit, force_add=True)
     if int(os.environ["LOCAL_RANK"]) == 0:
         snapshot_download(path, revision=commit)
     barrier()

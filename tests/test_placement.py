@@ -112,3 +112,29 @@ def test_the_health_check_looks_for_the_job_and_the_disk(tmp_path: Path) -> None
     (proc / "17" / "cmdline").write_bytes(b"/opt/draco/bin/python\0/opt/draco/bin/draco-train\0steps=1")
     assert healthcheck.healthy(proc, tmp_path) == ""
     assert "takes no files" in healthcheck.healthy(proc, tmp_path / "none")
+
+
+def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from draco import placement
+
+    fetched: list[tuple[str, str]] = []
+
+    class Api:
+        def model_info(self, path: str, revision: str | None) -> object:
+            return type("Info", (), {"sha": f"commit of {revision}"})
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda p, revision: fetched.append((p, revision)))
+    monkeypatch.setattr(placement, "world_size", lambda: 2)
+    monkeypatch.setattr(placement, "barrier", lambda: None)
+    monkeypatch.setattr(placement, "broadcast", lambda value: value or "commit of v1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for rank, local in ((0, 0), (1, 1), (2, 0)):  # two on one node, one on another
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        config = composed("policy=hf", "policy.path=owner/model", "policy.revision=v1")
+        placement.fetch_weights(config)
+        assert config.policy.revision == "commit of v1"
+    assert fetched == [("owner/model", "commit of v1")] * 2
