@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(self, rank: int, world: int, store: Any, host: str) -> None:
         self.rank, self.world, self.store, self.host = rank, world, store, host
-        self._ended = threading.Event()
+        self._ended, self._ending = threading.Event(), threading.Lock()
         self._peers: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._run, name="draco-watch", daemon=True)
 
@@ -131,6 +131,8 @@ class Watch:
 
     def _end(self, fault: dict[str, Any]) -> None:
         """End this process: the main thread may be where no exception reaches it."""
+        if not self._ending.acquire(blocking=False):  # the other thread is at it
+            time.sleep(60)
         print(
             f"rank {self.rank}: stopped, because rank {fault['rank']} on {fault['host']} ended: {fault['message']}",
             file=sys.stderr,
