@@ -14,7 +14,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-all check ablation clean
+.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-distributed test-all check ablation clean
 
 help:
 	@echo 'make demo           set up, then train on the embedded environment (dynamic rubrics + step credit)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-vllm      set up .venv-vllm, then run the tests against real vLLM servers on the CPU'
 	@echo 'make test-appworld  set up AppWorld and nine miniature tasks, then run the AppWorld tests'
 	@echo 'make test-report    the browser tests of report.html (installs Chromium from the distribution if missing)'
+	@echo 'make test-distributed  the multi-process and two-host suites'
 	@echo 'make test-all       everything CI runs: check, test, test-slow'
 	@echo 'make check          lint, format, types'
 	@echo 'make ablation       every setting over several seeds, with a table; resumes from finished cells'
@@ -35,7 +36,7 @@ demo: $(STAMP)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld and not report" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld and not report and not distributed" $(PYTEST_ARGS)
 
 test-judge: $(STAMP)
 	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
@@ -68,6 +69,10 @@ test-report: $(STAMP)
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null || \
 	  { echo 'error: Chromium is not there and cannot be installed; install it (Debian: apt-get install chromium)' >&2; exit 1; }
 	$(BIN)/python -m pytest -q -m report $(PYTEST_ARGS)
+
+# Several processes, and two hosts in network namespaces (those need root and `ip`, and are skipped without).
+test-distributed: $(STAMP)
+	$(BIN)/python -m pytest -q -m distributed $(PYTEST_ARGS)
 
 test-all: check test test-slow
 

@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
 from draco import checkpoint
+from draco.distributed import broadcast, gather, rank, world_size
 from draco.errors import ConfigError
 from draco.module import GRPOModule
+from draco.sharding import is_sharded
 
 __all__ = ["Checkpoints"]
 
@@ -45,7 +47,8 @@ class Checkpoints(Callback):
         self.run, self.save_every, self.keep_last, self.keep_every = Path(run), save_every, keep_last, keep_every
         self.resume = Path(resume) if resume else None
         self._started, self._wall_before = time.time(), 0.0
-        self._taken: tuple[int, dict[str, Any], dict[str, Any]] | None = None  #: step, state, random streams
+        #: step, state, random streams, and the (stage states, random streams) of the other ranks
+        self._taken: tuple[int, dict[str, Any], dict[str, Any], list[Any]] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.resume is None:
@@ -56,11 +59,14 @@ class Checkpoints(Callback):
         checkpoint.load_optimizer(self.resume, pl_module.policy, trainer.optimizers[0])
         pl_module.batches_done, pl_module.bad_steps = state["step"], state["bad_steps"]
         self._wall_before = state["wall_s"]
+        saved = checkpoint.read_stages(self.resume)
+        own = saved[rank()] if len(saved) == world_size() else _united(saved)
         for stage in (pl_module.rollout, pl_module.rubric, pl_module.credit):
-            stage.load_state_dict(state["stages"].get(type(stage).__name__, {}))
+            stage.load_state_dict(own.get(type(stage).__name__, {}))
         # Evaluations come at multiples of eval.every over the whole run, not from here on.
         trainer.fit_loop.epoch_loop.batch_progress.total.ready = state["step"]
-        checkpoint.restore_rng(self.resume)
+        if not checkpoint.restore_rng(self.resume, rank()):
+            seed_everything(1000003 * rank() + state["step"], workers=False, verbose=False)  # a rank that was not there
         log.info("resumed from %s", self.resume)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -79,6 +85,8 @@ class Checkpoints(Callback):
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(pl_module, GRPOModule) or self._taken is None:
             return  # nothing new since the start
+        if is_sharded(pl_module.policy.model):
+            return  # to gather the parts takes all ranks, and each may be somewhere else now
         name, done = type(exception).__name__, pl_module.batches_done
         if not pl_module.whole:
             log.warning("%s in the middle of step %d, which is lost: resume goes on before it", name, done)
@@ -100,17 +108,33 @@ class Checkpoints(Callback):
             "loader": {**loader.state_dict(), "position": module.batches_done},
             "stages": {type(s).__name__: s.state_dict() for s in stages},
         }
-        self._taken = (module.batches_done, state, checkpoint.rng_state())
+        _, *others = gather((state["stages"], checkpoint.rng_state())) if world_size() > 1 else (None,)
+        self._taken = (module.batches_done, state, checkpoint.rng_state(), others)
 
     def _save(self, trainer: Trainer, module: GRPOModule) -> Path:
         folder = checkpoint.folder_of(self.run, module.batches_done)
-        if folder.is_dir() or self._taken is None or not trainer.is_global_zero:
+        sharded = is_sharded(module.policy.model)
+        if self._taken is None or (not sharded and rank()):
             return folder
-        step, state, rng = self._taken
+        if broadcast(folder.is_dir()) if sharded else folder.is_dir():
+            return folder
+        step, state, rng, others = self._taken
         assert step == module.batches_done
-        checkpoint.save(self.run, step, module.policy, trainer.optimizers[0], state, rng)
+        checkpoint.save(self.run, step, module.policy, trainer.optimizers[0], state, rng, others)
+        if rank():
+            return folder
         checkpoint.prune(self.run, self.keep_last, _epoch_ends(trainer), self.keep_every)
         return folder
+
+
+def _united(saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """States of another number of ranks as one: what is kept by name (the proposals of tasks) is put together."""
+    whole: dict[str, Any] = {}
+    for state in reversed(saved):
+        for key, value in state.items():
+            old = whole.get(key)
+            whole[key] = _united([value, old]) if isinstance(value, dict) and isinstance(old, dict) else value
+    return whole
 
 
 def _epoch_ends(trainer: Trainer) -> frozenset[int]:

@@ -5,6 +5,7 @@
         optimizer.safetensors       "PARAMETER/STATE" → tensor
         rng.safetensors             torch, numpy, python
         state.json                  counters, options of the optimizer, states of loader and stages
+        rank=0001/rng.safetensors, stages.json       the same of every further process
 
 A folder is written under a temporary name, reaches the disk and is renamed, so a half-written checkpoint is never
 picked up. The base weights are never gathered or written. Sampling is keyed by (seed, step, task, sample) and needs no
@@ -22,7 +23,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draco import durable
+from draco.distributed import rank
 from draco.errors import ConfigError
 from draco.policy import Policy
+from draco.sharding import full, like
 from draco.types import Task
 
 __all__ = [
-    "checkpoints", "digest", "folder_of", "kept", "latest", "load", "load_optimizer", "prune", "read_state",
-    "restore_rng", "rng_state", "save", "size_of",
+    "checkpoints", "digest", "folder_of", "kept", "latest", "load", "load_optimizer", "prune", "read_stages",
+    "read_state", "restore_rng", "rng_state", "save", "size_of",
 ]  # fmt: skip
 
 _NAME = re.compile(r"step=(\d{6,})")
@@ -78,8 +81,11 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     rng: Mapping[str, Tensor] | None = None,
+    others: Sequence[tuple[Mapping[str, Any], Mapping[str, Tensor]]] = (),
 ) -> Path:
     """Write a checkpoint after `step` batches and return its folder.
+
+    Of a sharded policy every rank must call it: the parts are gathered, and rank 0 writes.
 
     Args:
         run: run folder.
@@ -87,23 +93,32 @@ def save(
         policy, optimizer: what is saved.
         state: JSON-able rest.
         rng: random streams, see `rng_state`; those of now if None.
+        others: states of the stages and random streams of ranks 1, 2, …
     """
     folder = folder_of(run, step)
     temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    if rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
     policy.save_adapter(temporary / "adapter")
     names = _names(policy)
     tensors = {
-        f"{names[id(p)]}/{key}": value.contiguous()
+        f"{names[id(p)]}/{key}": full(value).contiguous()
         for p, values in optimizer.state.items()
         for key, value in values.items()
     }
+    if rank():
+        return folder
     save_file(tensors, temporary / "optimizer.safetensors")
     save_file(dict(rng_state() if rng is None else rng), temporary / "rng.safetensors")
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     content = {"step": step, "policy_version": policy.version, "optimizer": options, **state}
     (temporary / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+    for number, (stages, streams) in enumerate(others, 1):
+        part = _of_rank(temporary, number)
+        part.mkdir()
+        save_file(dict(streams), part / "rng.safetensors")
+        (part / "stages.json").write_text(json.dumps(stages, indent=1), encoding="utf-8")
     durable.publish(temporary, folder)
     return folder
 
@@ -119,6 +134,22 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _damaged(folder, "state.json", error) from error
     return state
+
+
+def _of_rank(folder: Path, number: int) -> Path:
+    return folder / f"rank={number:04d}"
+
+
+def read_stages(folder: Path) -> list[dict[str, Any]]:
+    """States of the stages, by class name, of every rank that the checkpoint was saved by."""
+    state = read_state(folder)
+    found = [state["stages"]]
+    for number in range(1, state["world_size"]):
+        try:
+            found.append(json.loads((_of_rank(folder, number) / "stages.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise _damaged(folder, f"rank={number:04d}/stages.json", error) from error
+    return found
 
 
 def load(folder: Path, policy: Policy) -> None:
@@ -141,7 +172,8 @@ def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimize
         name, field = key.rsplit("/", 1)
         if name not in parameters or (value.dim() and value.shape != parameters[name].shape):
             raise ConfigError(f"{folder}/optimizer.safetensors is of another adapter: {name} does not fit this one")
-        state.setdefault(parameters[name], {})[field] = value if field == "step" else value.to(parameters[name].device)
+        target = parameters[name]
+        state.setdefault(target, {})[field] = value if field == "step" else like(value, target)
     optimizer.state.update(state)
     for group, options in zip(optimizer.param_groups, read_state(folder).get("optimizer", ()), strict=False):
         group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
@@ -164,12 +196,16 @@ def rng_state() -> dict[str, Tensor]:
     return tensors
 
 
-def restore_rng(folder: Path) -> None:
-    """Put the random streams back.
+def restore_rng(folder: Path, number: int = 0) -> bool:
+    """Put the random streams of a rank back; False if the checkpoint was saved by fewer ranks.
 
     Raises:
         ConfigError: the file is missing or damaged.
     """
+    if number:
+        if number >= read_state(folder)["world_size"]:
+            return False
+        folder = _of_rank(folder, number)
     tensors = _tensors(folder, "rng.safetensors")
     torch.set_rng_state(tensors["torch"])
     gauss = tensors["python_gauss"].tolist()
@@ -182,6 +218,7 @@ def restore_rng(folder: Path) -> None:
         for i in range(torch.cuda.device_count()):
             if f"cuda_{i}" in tensors:
                 torch.cuda.set_rng_state(tensors[f"cuda_{i}"], i)
+    return True
 
 
 def digest(tasks: Iterable[Task]) -> str:

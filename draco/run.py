@@ -17,7 +17,6 @@ from typing import Any
 import hydra.utils
 import torch
 from hydra.errors import InstantiationException
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,6 +27,7 @@ from draco.analysis.series import archive_numbers
 from draco.checks import number, switch, whole
 from draco.choices import one_line
 from draco.diskplan import plan_disk
+from draco.distributed import barrier, broadcast, check_shared, joined, main_only, rank, world_size
 from draco.engine import Engine
 from draco.env.base import Environment, Evaluator
 from draco.errors import ConfigError, DracoError
@@ -37,6 +37,7 @@ from draco.judge.stage import read_secret
 from draco.loader import EvalLoader, TaskLoader
 from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
+from draco.placement import fetch_weights, on_gpu, place, say_shares, sharded
 from draco.policy import Policy
 from draco.preflight import check_judge, preflight
 from draco.report.page import write_page
@@ -93,8 +94,12 @@ class Parts:
             self.evaluator.close()
 
 
-def build(config: DictConfig) -> Parts:
+def build(config: DictConfig, *, sharded: bool = False) -> Parts:
     """Instantiate environment, stages and module; no weights are loaded yet.
+
+    Args:
+        config: of the run.
+        sharded: the policy's weights are loaded in shards, by the trainer's strategy.
 
     Raises:
         ConfigError: a part refuses its options, or a stage is missing or double.
@@ -126,12 +131,13 @@ def build(config: DictConfig) -> Parts:
             config.rubric.name,
         )
     module = GRPOModule(
-        policy=instantiate(config.policy, _partial_=True),
+        policy=instantiate(config.policy, _partial_=True, **({"sharded": True} if sharded else {})),
         optimizer=instantiate(config.optimizer),
         loss=instantiate(config.loss),
         update=instantiate(config["update"]),
         temperature=config.temperature,
         evaluator=evaluator,
+        gather_for_rollouts=sharded and config.distributed.gather_for_rollouts,
     )
     return Parts(environment, evaluator, engine, module, callbacks)
 
@@ -248,21 +254,24 @@ def train(config: DictConfig, started: float | None = None) -> dict[str, Any]:
     """
     started = time.time() if started is None else started
     check(config)
-    run = Path(config.run)
+    place(config)
     try:
-        with listening(), locked(run) if getattr(rank_zero_only, "rank", 0) == 0 else nullcontext():
-            try:
-                if not config.get("preflight"):
-                    return _train(config, run, started)
-                _quiet_libraries()
-                preflight(config, run, build, _loaders)
-            except ConfigError:
-                if not config.resume:
-                    discard_empty(run)
-                raise
+        with listening(), joined(config.distributed.timeout_s, gpu=on_gpu(config)):
+            run = Path(broadcast(config.run))
+            config.run = str(run)
+            with locked(run) if rank() == 0 else nullcontext():
+                try:
+                    if not config.get("preflight"):
+                        return _train(config, run, started)
+                    _quiet_libraries()
+                    preflight(config, run, build, _loaders)
+                except ConfigError:
+                    if not config.resume and rank() == 0:
+                        discard_empty(run)
+                    raise
     except ConfigError:
         with suppress(OSError):
-            run.rmdir()  # only if nothing is in it
+            Path(config.run).rmdir()  # only if nothing is in it
         raise
     with suppress(OSError):  # a preflight leaves no folder of its own
         run.rmdir()
@@ -270,67 +279,68 @@ def train(config: DictConfig, started: float | None = None) -> dict[str, Any]:
 
 
 def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
-    resume, state = _position(config, run)
+    resume, state, past = main_only(lambda: _open(config, run))
+    check_shared(run)
+    if past is not None:
+        return past
     step: int = state["step"]
-    if config.resume:
-        past = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
-        if past and step >= config.steps:
-            log.info("%s has already run its %d steps; raise steps= to go on", run, config.steps)
-            return past
-        if step > config.steps:
-            raise ConfigError(f"{run} has already made {step} steps; use steps={step} or more, not {config.steps}")
-        state["wall_s"] = max(state["wall_s"], past.get("wall_s", 0.0))
-        set_aside(run, step, goes_on=step < config.steps)
-        if config.callbacks.get("checkpoint"):
-            config.callbacks.checkpoint.resume = str(resume) if resume else None
-    else:
-        prepare(run, overwrite=config.overwrite)
-    write_config(config, run)
+    if config.resume and config.callbacks.get("checkpoint"):
+        config.callbacks.checkpoint.resume = str(resume) if resume else None
+    fetch_weights(config)
+    if rank() == 0:
+        write_config(config, run)
     _quiet_libraries()
     # Generation (this thread) and judging (the loop's) share the interpreter. Every small tensor operation gives it up
     # and gets it back one switch interval later at worst: with the default of 5 ms a busy judge holds generation up.
     sys.setswitchinterval(5e-4)
     seed_everything(config.seed, workers=False, verbose=False)
-    parts = build(config)
+    parts = build(config, sharded=sharded(config))
     module = parts.module
     rubric = find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
-    rank = getattr(rank_zero_only, "rank", 0)
     if hasattr(rubric, "bind"):
-        rubric.bind(parts.environment.caveats, read_secret(run / "transcript_secret"), run, config.seed, rank)
-    if step < config.steps and rank == 0:
-        check_judge(rubric)  # before anything large is loaded
+        secret = main_only(lambda: read_secret(run / "transcript_secret"))
+        rubric.bind(parts.environment.caveats, secret, run, config.seed, rank())
+    if step < config.steps:
+        main_only(lambda: check_judge(rubric))  # before anything large is loaded
     module.configure_model()
     _check_optimizer(module)
     loader, held_out = _loaders(config, parts)
     trainer, loggers = _trainer(config, parts, run)
     if resume:
-        _check(resume, state, trainer.world_size, loader)
+        _check(resume, state, loader)
         loader.load_state_dict(state["loader"])
         checkpoint.load(resume, module.policy)
         module.batches_done = step
-    limits = config.limits
-    plan_disk(
-        run, module.policy, loader, config.checkpoint, limits.max_prompt_tokens + limits.max_response_tokens,
-        refuse=config.checkpoint.check_disk,
-    )  # fmt: skip
+    if rank() == 0:
+        say_shares(config.tasks_per_step, world_size())
+    longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
+    check_disk = config.checkpoint.check_disk
+    main_only(lambda: plan_disk(run, module.policy, loader, config.checkpoint, longest, refuse=check_disk))
     log.info("run folder: %s", run)
     files = [run / "evaluation_before.json", run / "evaluation_after.json"]
+    every = config.eval.every
+    missed = every and step and step % every == 0 and not evaluation_file(run, step).is_file()
+    # What is left to do, decided once: ranks that look for a file at different times would see different things.
+    to_do = broadcast({"before": config.eval.before and step == 0 and not files[0].is_file(), "missed": missed,
+                       "after": step < config.steps or not files[1].is_file()})  # fmt: skip
     try:
         parts.engine.open(module.policy, run, temperature=config.temperature)
         for logger in loggers:
             if isinstance(logger, WandbMetrics):
                 logger.start(loggers[0].rows)
-        if config.eval.before and step == 0 and not files[0].is_file():
-            write_json(files[0], _evaluate(config, parts, held_out, run))
+        if to_do["before"]:
+            _write(files[0], _evaluate(config, parts, held_out, run))
         if step < config.steps:
-            every = config.eval.every
-            if every and step and step % every == 0 and not evaluation_file(run, step).is_file():
+            if to_do["missed"]:
                 _missed_evaluation(config, parts, held_out, run, loggers)
             if not resume:
                 seed_everything(config.seed, workers=False, verbose=False)  # whatever came before
+            barrier()  # Lightning's own collectives have a time-out
             trainer.fit(module, train_dataloaders=loader, val_dataloaders=held_out if config.eval.every else None)
-        if not files[1].is_file():
-            write_json(files[1], _evaluate(config, parts, held_out, run))
+        if to_do["after"]:
+            _write(files[1], _evaluate(config, parts, held_out, run))
+        if rank():
+            return {}
         before, after = (read_json(f) if f.is_file() else None for f in files)
         assert after is not None
         train_success(run, parts.evaluator)
@@ -353,6 +363,33 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
     return summary
 
 
+def _open(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any], dict[str, Any] | None]:
+    """Prepare the run folder: the checkpoint to go on from, its state, and the summary of a run that is complete.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    resume, state = _position(config, run)
+    step: int = state["step"]
+    if not config.resume:
+        prepare(run, overwrite=config.overwrite)
+        return resume, state, None
+    past = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+    if past and step >= config.steps:
+        log.info("%s has already run its %d steps; raise steps= to go on", run, config.steps)
+        return resume, state, past
+    if step > config.steps:
+        raise ConfigError(f"{run} has already made {step} steps; use steps={step} or more, not {config.steps}")
+    state["wall_s"] = max(state["wall_s"], past.get("wall_s", 0.0))
+    set_aside(run, step, goes_on=step < config.steps)
+    return resume, state, None
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    if rank() == 0:
+        write_json(file, content)
+
+
 def _position(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to go on from and its state; none, and step 0, before the first one."""
     found = checkpoint.checkpoints(run) if config.resume else []
@@ -363,12 +400,12 @@ def _position(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any
     return None, {"step": 0, "wall_s": 0.0}
 
 
-def _check(resume: Path, state: dict[str, Any], world_size: int, loader: TaskLoader) -> None:
-    if state["world_size"] != world_size:
-        raise ConfigError(
-            f"{resume} was saved by {state['world_size']} process(es) and this job has {world_size}; resume with the "
-            "same number (trainer.devices × trainer.num_nodes)"
-        )
+def _check(resume: Path, state: dict[str, Any], loader: TaskLoader) -> None:
+    if state["world_size"] != world_size():
+        log.info(
+            "%s was saved by %d process(es) and this job has %d: the same tasks and samples, sums in another order",
+            resume, state["world_size"], world_size(),
+        )  # fmt: skip
     if state["tasks"] != checkpoint.digest(loader.tasks):
         raise ConfigError(
             f"the training tasks are no longer those of {resume}: the environment or its data has changed; resume "
@@ -378,13 +415,14 @@ def _check(resume: Path, state: dict[str, Any], world_size: int, loader: TaskLoa
 
 def _trainer(config: DictConfig, parts: Parts, run: Path) -> tuple[Trainer, list[Any]]:
     """The trainer of the run and its loggers, metrics.csv first."""
-    loggers: list[Any] = [MetricsCsv(str(run))]
-    loggers += [instantiate(entry) for entry in config.logger.values() if entry]
+    loggers: list[Any] = []
+    if rank() == 0:
+        loggers = [MetricsCsv(str(run)), *(instantiate(entry) for entry in config.logger.values() if entry)]
     every = config.eval.every
     trainer: Trainer = instantiate(
         config.trainer,
         callbacks=parts.callbacks,
-        logger=loggers,
+        logger=loggers or False,
         max_epochs=1,
         num_sanity_val_steps=0,
         enable_checkpointing=False,
@@ -425,6 +463,7 @@ def _evaluate(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path)
         enable_model_summary=False,
         default_root_dir=str(run),
     )
+    barrier()
     with torch.no_grad():
         trainer.validate(parts.module, dataloaders=held_out, verbose=False)
     records = parts.module.validation_records
@@ -437,7 +476,7 @@ def _missed_evaluation(config: DictConfig, parts: Parts, held_out: EvalLoader, r
     content = {"step": step, **_evaluate(config, parts, held_out, run)}
     for logger in loggers:
         logger.log_metrics(evaluation_metrics(content), step=step)
-    write_json(evaluation_file(run, step), content)
+    _write(evaluation_file(run, step), content)
 
 
 def _quiet_libraries() -> None:

@@ -35,7 +35,15 @@ _JUDGE = (
     "max_tokens_total", "on_model_change", "max_failed_share",
 )  # fmt: skip
 #: what a resume may change: length and placement
-RESUMABLE = ("steps", "trainer", "logger", "checkpoint", "preflight", *(f"judge.{name}" for name in _JUDGE))
+RESUMABLE = (
+    "steps",
+    "trainer",
+    "distributed",
+    "logger",
+    "checkpoint",
+    "preflight",
+    *(f"judge.{name}" for name in _JUDGE),
+)
 _LOCK = "lock"
 #: what a run makes before it loads anything
 _MADE_FIRST = frozenset({_LOCK, "config.yaml", "transcript_secret", "judge"})
@@ -170,12 +178,14 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
         )
     config = OmegaConf.load(file)
     assert isinstance(config, DictConfig)
+    if "distributed" not in config:  # of a run that an older version began
+        config.distributed = given.distributed
     for name in names:
         if name in {"resume", "run", *secret}:
             continue
         key = name.split("@")[0]
         value = OmegaConf.select(given, key)
-        OmegaConf.update(config, key, value, force_add=True)
+        OmegaConf.update(config, key, value, merge=False, force_add=True)  # a trainer replaces the other as a whole
         for copy in (f"callbacks.{key}", f"rubric.stage.{key}"):  # stored resolved: the parts have copies of their own
             if OmegaConf.select(config, copy.rpartition(".")[0]) is not None and (
                 key.startswith("judge.") or OmegaConf.select(config, copy) is not None

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from draco.attention import packed_inputs
+from draco.distributed import gather
 from draco.grpo import engine_mismatch, token_loss_sum, truncated_importance_weights
 from draco.logprobs import hidden_states, output_head, step_logprobs
 from draco.options import LossOptions
 from draco.packing import MicroBatch, Row, collate, plan
 from draco.policy import Policy
+from draco.sharding import is_sharded, shares, whole_call
 
 __all__ = ["Totals", "Worker"]
 
@@ -66,18 +68,47 @@ class Worker:
 
     def accumulate(self, rows: Sequence[Row]) -> Totals:
         """Add the gradient of the rows' *summed* loss to the adapter's `.grad`."""
+        micros = self._micro_batches(rows)
         started, totals = time.perf_counter(), Totals()
-        for micro in plan(rows, self.max_tokens, packed=self.packed):
-            totals.add(self._micro_batch(micro))
+        for micro in micros:
+            totals.add(self._micro_batch(micro) if micro else self._empty())
         self.busy += time.perf_counter() - started
         return totals
+
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterable[tuple[Row, ...]]:
+        """The plan; of a sharded policy, whose passes are collectives, as long on every rank (some may be empty)."""
+        micros = plan(rows, self.max_tokens, packed=self.packed)
+        if not is_sharded(self.policy.model):
+            return micros
+        own = list(micros)
+        count = max(gather(len(own)))
+        return shares(rows, own, count, self.max_tokens) if self.packed else own + [()] * (count - len(own))
+
+    def _empty(self) -> Totals:
+        """Take part in the collectives of a micro-batch without a row in it."""
+        batch = self._filler()
+        if self.loss.kl_coef:
+            with torch.no_grad(), self.policy.reference():
+                self.logprobs(batch, with_entropy=False)
+        self.backward(0.0 * self.logprobs(batch, with_entropy=False)[0].sum())
+        return Totals()
+
+    def _filler(self) -> MicroBatch:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.policy.device)
+        one = torch.zeros(1, dtype=torch.int64, device=self.policy.device)
+        nothing = torch.zeros(0, device=self.policy.device)
+        return MicroBatch(ids, (2,) if self.packed else None, one, one, nothing, None, nothing, None, 0)
 
     def remember(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with their log-probs under the current weights: before the first of several updates, which changes
         the weights under the later shares."""
         started = time.perf_counter()
         found: dict[int, Tensor] = {}
-        for micro in plan(rows, self.max_tokens, packed=self.packed):
+        for micro in self._micro_batches(rows):
+            if not micro:
+                with torch.no_grad():
+                    self.logprobs(self._filler(), with_entropy=False)
+                continue
             batch = collate(micro, self.policy.device, packed=self.packed)
             with torch.no_grad():
                 logprobs, _ = self.logprobs(batch, with_entropy=False)
@@ -88,6 +119,9 @@ class Worker:
 
     def logprobs(self, batch: MicroBatch, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
         """log π of the step tokens [N] at the sampling temperature, and their entropy."""
+        return whole_call(self.policy.model, lambda: self._logprobs(batch, with_entropy))
+
+    def _logprobs(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
         model = self.policy.model
         weight, bias = output_head(model)
         inputs = {} if batch.lengths is None else packed_inputs(model, batch.lengths, batch.input_ids.device)

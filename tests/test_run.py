@@ -340,12 +340,11 @@ def changed(name: str, value: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (changed("world_size", 8), r"saved by 8 process\(es\) and this job has 1; resume with the same number"),
         (changed("tasks", "other"), "the training tasks are no longer those of"),
         (lambda run: (checkpoints(run)[-1] / "optimizer.safetensors").unlink(), "optimizer.safetensors: not found"),
         (lambda run: (checkpoints(run)[-1] / "state.json").unlink(), "state.json: not found; delete that folder"),
     ],
-    ids=["world", "tasks", "optimizer", "state"],
+    ids=["tasks", "optimizer", "state"],
 )
 def test_what_cannot_be_resumed_is_one_line(
     finished: tuple[Path, str], tmp_path: Path, damage: Callable[[Path], Any], message: str

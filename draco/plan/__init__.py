@@ -1,0 +1,1 @@
+"""What a run will need: memory, time, judge calls and money (`scripts/plan.py`)."""

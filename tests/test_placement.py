@@ -1,0 +1,140 @@
+"""Where runs take place: processes, strategies, kernels, container health; decided before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from draco import healthcheck, kernels
+from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.interrupt import Interrupted
+from draco.placement import launch_processes, nearest, place, processes, say_shares, sharded
+from draco.watch import status_of
+
+
+def composed(*overrides: str) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_module("conf", version_base="1.3"):
+        return compose("train", [*overrides, "run=x"])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ("cpu", (1, 1, False)),
+        ("gpu", (1, 1, False)),
+        ("ddp", (1, 1, False)),
+        ("fsdp", (1, 1, True)),
+        ("fsdp_8gpu", (8, 1, True)),
+        ("ddp_multinode", (0, 2, False)),
+        ("fsdp_multinode", (0, 2, True)),
+    ],
+)
+def test_trainers_say_what_they_want(trainer: str, expected: tuple[int, int, bool]) -> None:
+    config = composed(f"trainer={trainer}")
+    local, nodes = processes(config)
+    assert (local, nodes, sharded(config)) == expected  # 0: no GPU here
+
+
+def test_several_machines_need_torchrun() -> None:
+    with pytest.raises(ConfigError, match=r"torchrun --nnodes 2 .*scripts/slurm"):
+        launch_processes(composed("trainer=ddp_multinode", "trainer.devices=8"), [], sweeping=False)
+    with pytest.raises(ConfigError, match="a sweep runs in one process"):
+        launch_processes(composed("trainer=ddp", "trainer.devices=2"), [], sweeping=True)
+    with pytest.raises(ConfigError, match="use trainer=ddp or trainer=fsdp"):
+        launch_processes(composed("trainer=cpu", "trainer.devices=2"), [], sweeping=False)
+
+
+def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: ran.append(command))
+    monkeypatch.setattr("sys.argv", ["train.py", "trainer=ddp", "trainer.devices=2"])
+    config = composed("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+    launch_processes(config, ["trainer=ddp"], sweeping=False)
+    launch_processes(composed("trainer=cpu"), [], sweeping=False)
+    (command,) = ran
+    expected = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "trainer=ddp"]
+    assert command[1:] == [*expected, "trainer.devices=2", "run=x"]  # one folder for all processes
+
+
+def test_the_launcher_decides_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    config = composed("trainer=ddp")
+    place(config)
+    assert (config.trainer.devices, config.trainer.num_nodes) == (3, 2)
+    with pytest.raises(ConfigError, match=r"several processes and trainer\.strategy=None"):
+        place(composed("trainer=cpu"))
+
+
+def test_sampling_from_shards_is_refused_unless_asked_for() -> None:
+    with pytest.raises(ConfigError, match="engine=transformers cannot sample from a sharded policy"):
+        place(composed("trainer=fsdp"))
+    place(composed("trainer=fsdp", "distributed.gather_for_rollouts=true"))
+
+
+def test_uneven_shares_are_said_with_the_nearest_even_ones(caplog: pytest.LogCaptureFixture) -> None:
+    assert [nearest(16, n) for n in (3, 5, 32)] == [(15, 18), (15, 20), (32,)]
+    say_shares(16, 8)
+    assert not caplog.records
+    say_shares(16, 3)
+    say_shares(2, 3)
+    assert "shares of 5 and 6 tasks, so some ranks wait; nearest even: 15 or 18" in caplog.text
+    assert "without any work; nearest even: 3" in caplog.text
+
+
+def test_a_hybrid_model_needs_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"flash-linear-attention and causal-conv1d .*pip install .*draco\[gpu\]"):
+        kernels.require_kernels("qwen3_5_text", gpu=True)
+    kernels.require_kernels("qwen3_5_text", gpu=False)
+    kernels.require_kernels("qwen2", gpu=True)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    kernels.require_kernels("qwen3_5", gpu=True)
+
+
+def test_exit_statuses_are_those_of_the_command_line() -> None:
+    errors = (ConfigError("x"), JudgeConfigError("x"), TrainingStopped("x"), RuntimeError("x"), Interrupted(15))
+    assert [status_of(e) for e in errors] == [2, 2, 3, 1, 75]
+    assert status_of(SystemExit(75)) == 75
+
+
+def test_the_health_check_looks_for_the_job_and_the_disk(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    (proc / "17").mkdir(parents=True)
+    (proc / "17" / "cmdline").write_bytes(b"/bin/sh\0-c\0sleep")
+    assert healthcheck.healthy(proc, tmp_path) == "no draco process is running"
+    (proc / "17" / "cmdline").write_bytes(b"/opt/draco/bin/python\0/opt/draco/bin/draco-train\0steps=1")
+    assert healthcheck.healthy(proc, tmp_path) == ""
+    assert "takes no files" in healthcheck.healthy(proc, tmp_path / "none")
+
+
+def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from draco import placement
+
+    fetched: list[tuple[str, str]] = []
+
+    class Api:
+        def model_info(self, path: str, revision: str | None) -> object:
+            return type("Info", (), {"sha": f"commit of {revision}"})
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda p, revision: fetched.append((p, revision)))
+    monkeypatch.setattr(placement, "world_size", lambda: 2)
+    monkeypatch.setattr(placement, "barrier", lambda: None)
+    monkeypatch.setattr(placement, "broadcast", lambda value: value or "commit of v1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for rank, local in ((0, 0), (1, 1), (2, 0)):  # two on one node, one on another
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        config = composed("policy=hf", "policy.path=owner/model", "policy.revision=v1")
+        placement.fetch_weights(config)
+        assert config.policy.revision == "commit of v1"
+    assert fetched == [("owner/model", "commit of v1")] * 2
