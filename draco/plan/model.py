@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco.errors import ConfigError
-from draco.policy import _resolve
+from draco.policy import resolve
 
 __all__ = ["ModelSize", "build", "layer_shards", "model_config", "size_of_model"]
 
@@ -68,7 +68,7 @@ def model_config(path: str) -> Any:
     if shape.is_file():
         content = json.loads(shape.read_text(encoding="utf-8"))
         return AutoConfig.for_model(content.pop("model_type"), **content)
-    folder = Path(_resolve(path))
+    folder = Path(resolve(path))
     if (folder / "config.json").is_file():
         return AutoConfig.from_pretrained(folder).get_text_config()
     known = sorted(p.name.removesuffix(".json") for p in (files("draco.plan") / "shapes").iterdir())
