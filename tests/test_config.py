@@ -127,7 +127,7 @@ def test_an_unknown_option_is_answered_with_the_valid_ones(overrides: tuple[str,
         ("+optimizer.betas=[0.9,0.95]",),
         ("++steps=3",),
         ("+rate=1e-4", "lr=${rate}"),
-        ("+experiment=desk_quick",),
+        ("experiment=desk_quick",),
     ],
 )
 def test_additions_that_something_reads_stay(overrides: tuple[str, ...]) -> None:
