@@ -163,8 +163,9 @@ def check(config: DictConfig) -> None:
         ConfigError: one line that names the option.
     """
     try:
-        # A judge that no rubric asks may stay incomplete.
-        missing = {k for k in OmegaConf.missing_keys(config) if not k.startswith("judge.")}
+        missing = set(OmegaConf.missing_keys(config))
+        if not config.rubric.get("stage") or not OmegaConf.is_interpolation(config.rubric.stage, "judge"):
+            missing = {k for k in missing if not k.startswith("judge.")}  # no rubric asks that judge
         if not missing:
             OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:

@@ -178,7 +178,7 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
         )
     config = OmegaConf.load(file)
     assert isinstance(config, DictConfig)
-    if "distributed" not in config:  # of a run that an older version began
+    if "distributed" not in config and "distributed" in given:  # of a run that an older version began
         config.distributed = given.distributed
     for name in names:
         if name in {"resume", "run", *secret}:

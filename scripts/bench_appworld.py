@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -93,7 +93,9 @@ async def measure(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    options: dict[str, Any] = {**DEFAULTS, **OmegaConf.from_dotlist(sys.argv[1:])}
+    options: dict[str, Any] = DEFAULTS | cast(
+        "dict[str, Any]", OmegaConf.to_container(OmegaConf.from_dotlist(sys.argv[1:]))
+    )
     try:
         if wrong := sorted(options.keys() - DEFAULTS.keys()):
             raise SystemExit(f"error: unknown option {', '.join(wrong)}; expected {', '.join(sorted(DEFAULTS))}")

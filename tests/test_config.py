@@ -104,7 +104,7 @@ def said(*overrides: str) -> str:
         (("loss.klcoef=1",), ("did you mean loss.kl_coef?", "Valid choices in loss: aggregation, ")),
         # the options of the policy that was chosen, not of the default one
         (("policy=smollm2", "policy.gguf=x"), ("did you mean policy.gguf_file?",)),
-        (("rubric=nonsense",), ("Could not find 'rubric/nonsense'", "dynamic outcome random static")),
+        (("rubric=nonsense",), ("Could not find 'rubric/nonsense'", "dynamic outcome random self_judge static")),
         (("+stepz=3",), ("+stepz=3 adds an option that nothing reads; did you mean steps?",)),
         (("++crdit=step",), ("did you mean credit?",)),
         (("+nothing.like=it",), ("nothing reads",)),
