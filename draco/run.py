@@ -164,7 +164,8 @@ def check(config: DictConfig) -> None:
     """
     try:
         missing = set(OmegaConf.missing_keys(config))
-        if not config.rubric.get("stage") or not OmegaConf.is_interpolation(config.rubric.stage, "judge"):
+        stage = config.rubric.get("stage") or {}
+        if "judge" not in stage or not OmegaConf.is_interpolation(stage, "judge"):
             missing = {k for k in missing if not k.startswith("judge.")}  # no rubric asks that judge
         if not missing:
             OmegaConf.to_container(config, resolve=True)
