@@ -21,7 +21,7 @@ from draco.env.desk.environment import DeskEnvironment
 from draco.errors import ConfigError, TrainingStopped
 from draco.judge import local
 from draco.judge.basegroups import compose_config
-from draco.judge.client import JudgeClient
+from draco.judge.client import JudgeClient, JudgeMember
 from draco.judge.scripted.reading import read_prompt
 from draco.judge.scripted.replies import reply
 from draco.policy import Policy
@@ -170,7 +170,8 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     made.use(brain, serving)  # type: ignore[arg-type]
     made.before_group(group(2))
     chosen = made.pipeline.client
-    assert isinstance(chosen, JudgeClient)
+    assert isinstance(chosen, JudgeMember)
+    assert chosen.client is made.client
     assert chosen.model == "hosted_vllm/policy-v3"
     assert made.pipeline.salt == local.adapter_hash(brain)
     made.attend([Future()])  # nothing to answer here

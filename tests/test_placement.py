@@ -68,7 +68,7 @@ def test_the_launcher_decides_how_many_there_are(monkeypatch: pytest.MonkeyPatch
     config = composed("trainer=ddp")
     place(config)
     assert (config.trainer.devices, config.trainer.num_nodes) == (3, 2)
-    with pytest.raises(ConfigError, match=r"several processes and trainer\.strategy=None"):
+    with pytest.raises(ConfigError, match=r"several processes and trainer\.strategy=auto"):
         place(composed("trainer=cpu"))
 
 

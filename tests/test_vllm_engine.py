@@ -133,7 +133,7 @@ def test_requests_ask_for_the_plain_distribution_and_a_seed_of_their_own(
 def test_budgets_reach_the_server(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
     server = start(["<code>abcdefghij</code>"])
     engine, policy = opened(server)  # type: ignore[misc]
-    (row,) = run(engine, policy, rollouts(policy, limits=Limits(max_response_tokens=30, max_turn_tokens=4)))
+    (row,) = run(engine, policy, rollouts(policy, limits=Limits(max_response_tokens=6, max_turn_tokens=4)))
     t = row.trajectory()
     assert t.termination in {Termination.LENGTH_LIMIT, Termination.NO_ACTION}
     assert {r["max_tokens"] for r in server.requests} <= set(range(1, 5))
