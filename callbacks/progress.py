@@ -51,7 +51,7 @@ class StepProgress(Callback):
         if self._progress is not None:
             self._progress.update(self._task, completed=pl_module.batches_done, figures=line)
         elif pl_module.batches_done % self.every == 0 or pl_module.batches_done == 1:
-            self.console.print(f"step {pl_module.batches_done}  {line}", highlight=False)
+            self.console.print(f"step {pl_module.batches_done}  {line}", highlight=False, soft_wrap=True)
 
     def _stop(self) -> None:
         if self._progress is not None:

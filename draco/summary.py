@@ -129,7 +129,8 @@ def _average(rows: list[dict[str, float]], name: str) -> float | None:
 def closing_table(summary: Mapping[str, Any], console: Console) -> None:
     """Base against trained policy, in the terminal."""
     tasks = f"{summary['eval_tasks']} held-out tasks of {summary['split']}"
-    table = Table(title=f"{summary['setting']} on {summary['env']}: {tasks}", title_justify="left")
+    console.print(f"{summary['setting']} on {summary['env']}: {tasks}", highlight=False, soft_wrap=True)
+    table = Table()
     table.add_column("")
     table.add_column("base", justify="right")
     table.add_column("trained", justify="right")
