@@ -288,7 +288,7 @@ def _kernels() -> str:
     if not torch.cuda.is_available():
         return "no GPU: the CPU trains"
     x = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+    torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     if x.grad is None or not bool(torch.isfinite(x.grad).all()):
         raise ConfigError("attention in bfloat16 gives no finite gradient on this GPU")

@@ -114,7 +114,7 @@ def generate_speed(policy: Policy, done: list[Trajectory]) -> float:
             for i, (t, (start, _)) in enumerate(zip(rows, spans, strict=True)):
                 ids[i, width - start :] = torch.tensor(t.token_ids[:start])
                 mask[i, width - start :] = 1
-            model.generate(
+            model.generate(  # type: ignore[no-untyped-call]
                 input_ids=ids.to(policy.device), attention_mask=mask.to(policy.device), do_sample=True, temperature=1.0,
                 top_k=0, top_p=1.0, max_new_tokens=new, min_new_tokens=new, pad_token_id=pad,
             )  # fmt: skip

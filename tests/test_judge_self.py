@@ -103,7 +103,7 @@ def test_all_calls_go_to_the_policy_and_scores_are_asked_k_times(brain: Any, pla
 
 
 def test_a_criterion_passes_only_if_all_k_calls_pass_it(brain: Any) -> None:
-    """One dissenting call of three turns every pass into a fail; the first call's justification goes on."""
+    """One dissenting call of three turns every pass into a fail."""
 
     def doctor(prompt: Any, answer: Any, nth: int) -> Any:
         if prompt.phase == "score" and nth % 3 == 1:  # attempts may be alike to the letter
@@ -118,7 +118,6 @@ def test_a_criterion_passes_only_if_all_k_calls_pass_it(brain: Any) -> None:
     verdicts = [v for row in judged.verdicts for v in row]
     assert verdicts
     assert {v.score for v in verdicts} == {-1}
-    assert all(v.justification != "dissent" for v in verdicts)
     assert judged.metrics["judge/vote_agreement"] < 1.0
 
 

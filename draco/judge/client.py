@@ -190,8 +190,10 @@ class JudgeClient:
 
     def _place(self, world: int) -> None:
         o = self.options
-        share = [None if limit is None else limit / world for limit in (o.requests_per_min, o.tokens_per_min)]
-        self.pace = Pace(*share)
+        requests, tokens = (
+            None if limit is None else limit / world for limit in (o.requests_per_min, o.tokens_per_min)
+        )
+        self.pace = Pace(requests, tokens)
         self._slots = max(o.concurrency // world, 1)
         self._semaphore = None
         self.spend.world = world

@@ -28,8 +28,15 @@ __all__ = ["RULES", "Ballot", "Decided", "Judge", "Panel", "Voter", "panel_of", 
 class Judge(Protocol):
     """What carries calls: `draco.judge.client.JudgeClient`, or the policy itself (`draco.judge.local`)."""
 
-    model: str
-    plan: str
+    @property
+    def model(self) -> str:
+        """litellm's name."""
+        ...
+
+    @property
+    def plan(self) -> str:
+        """paper or lean."""
+        ...
 
     def with_model(self, model: str, **arguments: Any) -> Judge:
         """The same for another model."""

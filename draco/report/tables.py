@@ -137,9 +137,9 @@ def _success(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Tab
     if spread:
         cells = tuple((n, *(_plus_minus(s) for s in spreads)) for n, spreads in rows)
         return Table(name, title, ("setting", *columns), cells, notes=(*notes, *_single(rows)))
-    cells = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
+    means = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
     notes.append("average = mean over the row's columns; a row with a gap has none.")
-    return Table(name, title, ("setting", *columns, "average"), cells, notes=tuple(notes))
+    return Table(name, title, ("setting", *columns, "average"), means, notes=tuple(notes))
 
 
 def _turns(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table:
@@ -153,8 +153,8 @@ def _turns(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table
     if spread:
         cells = tuple((n, *(_plus_minus(s, 1.0) for s in spreads)) for n, spreads in rows)
         return Table(name, title, ("setting", *columns), cells, form, (*notes, *_single(rows)))
-    cells = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
-    return Table(name, title, ("setting", *columns, "average"), cells, form, tuple(notes))
+    means = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
+    return Table(name, title, ("setting", *columns, "average"), means, form, tuple(notes))
 
 
 def _difficulty(runs: Sequence[Run]) -> Table:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -263,7 +264,7 @@ def _ports(launch: Launch, rank: int) -> list[int]:
 
 def _served_rank(policy: Policy) -> int:
     """The smallest rank that vLLM accepts and the adapter fits."""
-    rank = max(int(config.r) for config in policy.model.peft_config.values())
+    rank = max(int(cast(Any, config).r) for config in policy.model.peft_config.values())
     fitting = [r for r in _RANKS if r >= rank]
     if not fitting:
         raise ConfigError(f"policy.rank is {rank}; vLLM serves adapters up to rank {_RANKS[-1]}")
