@@ -357,7 +357,7 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
             # The run is finished already; a page that cannot be made must not make it a failure.
             try:
                 write_page(open_run(run), archive_numbers(run))
-            except (DracoError, OSError, ValueError) as error:
+            except Exception as error:
                 log.warning("report.html was not written (%s); scripts/report.py %s makes it", error, run)
     finally:
         finish(loggers)

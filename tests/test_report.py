@@ -17,6 +17,7 @@ from draco.errors import ConfigError
 from draco.evaluation.statistics import mean_std, paired_bootstrap, task_means
 from draco.report.curves import all_figures, over_seeds
 from draco.report.figures import Figure, Panel, Series, _broken, write_figure
+from draco.report.pieces import TokenPieces
 from draco.report.tables import all_tables, write_table
 
 
@@ -243,3 +244,13 @@ def test_variants_of_a_self_judge_are_settings_of_their_own(tmp_path: Path) -> N
     assert table.rows[0][2] == 0.75
     names = {f.name for f in all_figures(runs)}
     assert "F10_criteria_self_judge_k_1_no_thinking_step" in names
+
+
+def test_a_policy_package_is_not_imported_for_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "needs_more"
+    package.mkdir()
+    (package / "__init__.py").write_text("import something_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "no tokenizer.json under pkg://needs_more" in TokenPieces("pkg://needs_more").gap
+    assert TokenPieces("pkg://no_such_package.inner").gap
+    assert TokenPieces("pkg://draco.policies.tiny").of([300])

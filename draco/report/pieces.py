@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ class TokenPieces:
         if not path:
             self.gap = "The trajectories came without a policy: token counts are estimates and have no texts."
             return
-        folder = Path(str(files(path.removeprefix("pkg://")))) if path.startswith("pkg://") else Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        folder = _folder(path)
+        file = folder / "tokenizer.json" if folder is not None else None
+        if file is None or not file.is_file():
             self.gap = f"Tokens are shown as ids: no tokenizer.json under {path}."
             return
         from tokenizers import Tokenizer
@@ -37,3 +37,15 @@ class TokenPieces:
         if self._tokenizer is None:
             return {}
         return {i: self._tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ids)}
+
+
+def _folder(path: str) -> Path | None:
+    """Where a policy's files are; a package is found without importing it, which may need what is not installed."""
+    if not path.startswith("pkg://"):
+        return Path(path)
+    try:
+        spec = find_spec(path.removeprefix("pkg://"))
+    except ModuleNotFoundError:
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
