@@ -120,7 +120,12 @@ class Policy(nn.Module):
                 "transformers model, a hub name that is in the local cache, or pkg://PACKAGE"
             ) from error
         if chat_template:
-            self.tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            try:
+                self.tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"policy.chat_template={chat_template!r} cannot be read: {error.strerror}; expected a Jinja file"
+                ) from None
         self.chat = ChatFormat(self.tokenizer, **(template_kwargs or {}))
         base.requires_grad_(False)
         if gradient_checkpointing:

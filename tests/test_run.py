@@ -411,6 +411,7 @@ BAD = [
     ("limits.max_prompt_tokens=1", "raise the limit"),
     ("policy.adapter=/nowhere", "not a PEFT adapter"),
     ("policy.path=/nowhere", r"policy\.path="),
+    ("policy.chat_template=/nowhere", r"policy\.chat_template='/nowhere' cannot be read"),
     ("resume=/nowhere", "no run there"),
     ("loss.zero_signal=maybe", "zero_signal"),
     ("env.step=word", "code_block"),
