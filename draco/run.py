@@ -104,7 +104,7 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
     Raises:
         ConfigError: a part refuses its options, or a stage is missing or double.
     """
-    if config.env.name != "desk" and "scripted" in str(config.judge.get("model", "")) and _judged(config):
+    if config.env.name != "desk" and _scripted(config):
         raise ConfigError(
             f"judge=scripted knows the embedded environment desk alone, not env={config.env.name}; "
             "use judge=litellm judge.model=PROVIDER/MODEL"
@@ -117,7 +117,7 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
         environment=environment, engine=engine, limits=instantiate(config.limits)
     )
     rubric = instantiate(config.rubric.stage)
-    if "scripted" in str(config.judge.get("model", "")) and hasattr(rubric, "static_criteria"):
+    if _scripted(config) and hasattr(rubric, "static_criteria"):
         _check_scripted_criteria([c.title for c in rubric.static_criteria])
     credit = instantiate(config.credit.stage)
     callbacks = [rollout, rubric, credit, *(instantiate(c) for c in config.callbacks.values() if c)]
@@ -206,8 +206,10 @@ def _check_optimizer(module: GRPOModule) -> None:
         number("optimizer.lr", group["lr"], 0, MAX_LR)
 
 
-def _judged(config: DictConfig) -> bool:
-    return "judge" in (config.rubric.stage or ())
+def _scripted(config: DictConfig) -> bool:
+    """Whether the rubric's own judge, which need not be `judge`, is the scripted one."""
+    judge = (config.rubric.get("stage") or {}).get("judge")
+    return judge is not None and "scripted" in str(judge.get("model", ""))
 
 
 def select_tasks(
