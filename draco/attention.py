@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from draco.logprobs import hidden_states
 
-__all__ = ["leaks_across_rows", "pack_attention", "packed_inputs"]
+__all__ = ["base_model", "leaks_across_rows", "pack_attention", "packed_inputs"]
 
 log = logging.getLogger("draco")
 
@@ -72,7 +72,7 @@ def pack_attention(model: nn.Module) -> bool:
     Args:
         model: causal language model of transformers, or a PEFT model around one.
     """
-    base = _base(model)
+    base = base_model(model)
     if (reason := leaks_across_rows(base.config)) is not None:
         log.info("trajectories are not packed: %s", reason)
         return False
@@ -123,13 +123,13 @@ def packed_inputs(model: nn.Module, lengths: Sequence[int], device: torch.device
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    if _base(model).config._attn_implementation == _NAME:
+    if base_model(model).config._attn_implementation == _NAME:
         # A 4-D mask is passed through as it is: no dense block-diagonal mask is built from the position ids.
         inputs |= {"attention_mask": torch.empty(1, 1, 0, 0, device=device), "packed_lengths": tuple(lengths)}
     return inputs
 
 
-def _base(model: nn.Module) -> Any:
+def base_model(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model

@@ -2,7 +2,8 @@
 
     python scripts/bench_rollout.py [--quick] [--episodes N] [--model FOLDER] [--no-vllm]
 
-Every episode has 12 turns; whatever is sampled is an action, and every action gets an observation of the same length.
+Every episode has 12 turns of up to 24 sampled tokens; whatever is sampled is an action, and every action gets the same
+observation of 120 tokens (a short page of tool output): some 1,700 tokens an episode.
 All episodes run together. Three ways of sampling them:
 
     generate       at every turn the whole history is prefilled again, left-padded; `generate` adds the turn's tokens
@@ -140,8 +141,8 @@ def main(arguments: list[str]) -> dict[str, float | None]:
     parser = argparse.ArgumentParser(description="Tokens per second of the rollout engines.")
     parser.add_argument("--quick", action="store_true", help="8 episodes, one repeat")
     parser.add_argument("--episodes", type=int, default=None)
-    parser.add_argument("--turn-tokens", type=int, default=12)
-    parser.add_argument("--observation-tokens", type=int, default=12)
+    parser.add_argument("--turn-tokens", type=int, default=24)
+    parser.add_argument("--observation-tokens", type=int, default=120)
     parser.add_argument("--model", default="pkg://draco.policies.tiny")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--no-vllm", action="store_true")

@@ -11,6 +11,7 @@ from conftest import EchoEnvironment, EchoEpisode
 
 from draco.agent import Limits, Rollout, sampling_seed
 from draco.engine.cache import slab_cache
+from draco.engine.ragged import decodes_ragged
 from draco.engine.transformers import TransformersEngine, sample
 from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError
@@ -81,7 +82,7 @@ def test_environment_threads_change_nothing(policy: Policy) -> None:
 
 
 class _Nan:
-    """A model whose logits are NaN from the third call on."""
+    """A model whose logits are NaN from the third call on. It is no module, so rows advance in lockstep."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.calls = policy, 0
@@ -109,6 +110,69 @@ def test_non_finite_logits_are_an_engine_error_of_that_row_alone(policy: Policy)
     assert kinds[0] is Termination.ENGINE_ERROR
     assert "non-finite" in rows[0].trajectory().error
     assert isinstance(rows[0].episode, type(rows[1].episode))
+
+
+def test_a_poisoned_row_does_not_poison_the_next_one_in_its_place(policy: Policy) -> None:
+    def rows() -> list[Rollout]:
+        by_length = sorted(rollouts(policy, 8), key=lambda r: -r.prompt_tokens)
+        return [by_length[0], by_length[1], by_length[-1]]
+
+    expected = finish(policy, rows())[1:]
+    passes: list[int] = []
+
+    def poison(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        """NaN for the first row's prompt: its keys and values are NaN in every layer but the first."""
+        passes.append(1)
+        if len(passes) > 1:
+            return output
+        return torch.cat([output[:, :prompt] * math.nan, output[:, prompt:]], dim=1)
+
+    done = rows()
+    prompt = done[0].prompt_tokens
+    assert prompt > done[2].prompt_tokens, "the third row leaves something of the first one in its place"
+    assert decodes_ragged(policy.model)
+    handle = policy.model.get_base_model().model.layers[0].register_forward_hook(poison)
+    try:
+        list(TransformersEngine(max_batch=2).run(policy, done, temperature=1.0))
+    finally:
+        handle.remove()
+    assert done[0].termination is Termination.ENGINE_ERROR
+    assert [r.trajectory().token_ids for r in done[1:]] == [t.token_ids for t in expected]
+
+
+@pytest.mark.parametrize("options", [{"max_chunk_tokens": 1}, {"max_chunk_tokens": 7}, {"max_batch": 2}])
+def test_neither_chunks_nor_places_change_a_trajectory(policy: Policy, options: dict[str, int]) -> None:
+    plain, other = finish(policy, rollouts(policy, 6)), finish(policy, rollouts(policy, 6), **options)
+    assert [t.token_ids for t in plain] == [t.token_ids for t in other]
+    for a, b in zip(plain, other, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=5e-5)
+
+
+def test_lockstep_samples_what_the_ragged_rows_do(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    ragged = finish(policy, rollouts(policy, 6))
+    monkeypatch.setattr("draco.engine.transformers.decodes_ragged", lambda model: False)
+    assert [t.token_ids for t in finish(policy, rollouts(policy, 6))] == [t.token_ids for t in ragged]
+
+
+def test_no_token_is_fed_twice_and_none_is_padding(policy: Policy) -> None:
+    fed: list[int] = []
+    handle = policy.model.get_input_embeddings().register_forward_hook(lambda m, i, o: fed.append(i[0].numel()))
+    try:
+        done = finish(policy, rollouts(policy, 5))
+    finally:
+        handle.remove()
+    fed_at_least = sum(len(t.token_ids) - 1 for t in done)  # the last sampled token is never fed; nor is a last glue
+    assert fed_at_least - 5 * 200 < sum(fed) <= fed_at_least
+
+
+def test_the_model_trains_with_its_own_attention_between_two_rollouts(policy: Policy) -> None:
+    before = policy.model.get_base_model().config._attn_implementation
+    policy.model.train()
+    rows = rollouts(policy, 3)
+    for _ in TransformersEngine().run(policy, rows, temperature=1.0):
+        assert policy.model.get_base_model().config._attn_implementation == before
+        assert policy.model.training
+    policy.model.eval()
 
 
 def test_deadline_ends_a_row_in_the_middle_of_a_turn(policy: Policy) -> None:
@@ -161,3 +225,5 @@ def test_zero_probability_tokens_are_never_drawn() -> None:
 def test_bad_options() -> None:
     with pytest.raises(ConfigError, match="max_batch is 0"):
         TransformersEngine(max_batch=0)
+    with pytest.raises(ConfigError, match="max_chunk_tokens is 0"):
+        TransformersEngine(max_chunk_tokens=0)

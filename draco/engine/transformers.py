@@ -1,24 +1,28 @@
 """The in-process engine: all rollouts of a batch decoded together, key/value cache kept across turns.
 
-Rows advance in lockstep, one position a tick: at position t each row takes its next forced token (prompt, observation,
-glue) or the token just sampled. So there is no padding, no attention mask and no re-prefill, and a row that ends is
-dropped from the batch. An environment that blocks is stepped on worker threads; the batch waits for it.
+Every tick is one forward pass over what the rows have not been fed yet: one sampled token of most, a chunk (prompt,
+observation, glue) of those that have got one. Nothing is padded and nothing is fed twice; see `draco.engine.ragged`.
+Rows of a model that cannot do this (recurrent layers) advance in lockstep instead, one position a tick. A row that ends
+leaves its place to a waiting one. An environment that blocks is stepped on worker threads; the batch waits for it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draco.agent import Rollout
+from draco.checks import whole
 from draco.engine.base import Engine
 from draco.engine.cache import select_rows, slab_cache
-from draco.errors import ConfigError
+from draco.engine.ragged import RaggedBatch, RaggedCache, decodes_ragged, ragged_attention
 from draco.types import Termination
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ class TransformersEngine(Engine):
 
     Args:
         max_batch: rollouts decoded together; further ones wait.
+        max_chunk_tokens: tokens of prompts and observations that one forward pass takes, over all rows; the rest waits
+            for the next one. It bounds the memory of a pass.
         env_threads: worker threads that step environments; 0 steps them on the caller's thread.
         threads: torch's CPU threads while generating; None leaves them. One token a row is too little work for several
             threads when the model is small, and judging goes on meanwhile.
@@ -41,13 +47,15 @@ class TransformersEngine(Engine):
     def __init__(
         self,
         max_batch: int = 256,
+        max_chunk_tokens: int = 4096,
         env_threads: int = 0,
         threads: int | None = None,
         max_mismatch: float | None = None,
     ) -> None:
-        if max_batch < 1:
-            raise ConfigError(f"engine.max_batch is {max_batch}; expected an integer ≥ 1")
-        self.max_batch, self.threads, self.max_mismatch = max_batch, threads, max_mismatch
+        whole("engine.max_batch", max_batch, 1)
+        whole("engine.max_chunk_tokens", max_chunk_tokens, 1)
+        self.max_batch, self.max_chunk_tokens = max_batch, max_chunk_tokens
+        self.threads, self.max_mismatch = threads, max_mismatch
         self._pool = ThreadPoolExecutor(env_threads) if env_threads else None
 
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
@@ -55,55 +63,135 @@ class TransformersEngine(Engine):
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads or before)
         try:
-            for start in range(0, len(rollouts), self.max_batch):
-                yield from self._lockstep(policy, list(rollouts[start : start + self.max_batch]), temperature)
+            if decodes_ragged(policy.model):
+                yield from self._ragged(policy, rollouts, temperature)
+            else:
+                for start in range(0, len(rollouts), self.max_batch):
+                    yield from self._lockstep(policy, list(rollouts[start : start + self.max_batch]), temperature)
         finally:
             torch.set_num_threads(before)
 
     @torch.inference_mode()
+    def _ragged(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
+        waiting = deque(rollouts)
+        places: list[Rollout | None] = [None] * min(self.max_batch, len(rollouts))
+        fed = [0] * len(places)  #: tokens of the row in the cache
+        cache = RaggedCache(len(places))
+        while True:
+            for place, row in enumerate(places):
+                if row is None and waiting:
+                    places[place], fed[place] = waiting.popleft(), 0
+            alive = [place for place, row in enumerate(places) if row is not None]
+            if not alive:
+                return
+            if 2 * len(alive) <= len(places):
+                cache.keep(alive)
+                places, fed = [places[i] for i in alive], [fed[i] for i in alive]
+            ended: list[Rollout] = []
+            # Between two yields only: the caller may train or judge with the model before it asks for the next rollout.
+            with ExitStack() as stack:
+                stack.enter_context(policy.sampling())
+                stack.enter_context(ragged_attention(policy.model))
+                while not ended:
+                    self._tick(policy, cache, places, fed, temperature)
+                    ended = [row for row in places if row is not None and row.termination is not None]
+            for place, row in enumerate(places):
+                if row in ended:
+                    places[place] = None
+                    if row.termination is Termination.ENGINE_ERROR:
+                        cache.clear(place)
+            yield from ended
+
+    def _tick(
+        self, policy: Policy, cache: RaggedCache, places: list[Rollout | None], fed: list[int], temperature: float
+    ) -> None:
+        """One forward pass; rows that have been fed everything get a token, and their turns may end."""
+        singles: list[int] = []
+        chunks: list[int] = []
+        room = self.max_chunk_tokens
+        counts: dict[int, int] = {}
+        for place, row in enumerate(places):
+            if row is None:
+                continue
+            count = len(row.token_ids) - fed[place]
+            if count > 1:
+                count = min(count, room)
+                room -= count
+            if count:
+                counts[place] = count
+                (singles if count == 1 else chunks).append(place)
+        order = singles + chunks
+        tokens: list[int] = []
+        rows: list[Rollout] = []
+        for place in order:
+            row = places[place]
+            assert row is not None
+            rows.append(row)
+            tokens += row.token_ids[fed[place] : fed[place] + counts[place]]
+        batch = RaggedBatch(order, [fed[p] for p in order], [counts[p] for p in order], policy.device)
+        for place in order:
+            fed[place] += counts[place]
+        due = [i for i, place in enumerate(order) if fed[place] == len(rows[i].token_ids)]
+        cache.batch = batch
+        logits = policy.model(
+            **batch.inputs(tokens),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=batch.ends[torch.tensor(due, device=policy.device)] if due else 1,
+        ).logits[0]
+        for row in places:
+            if row is not None and row.overdue():
+                row.end(Termination.DEADLINE)
+        self._sample([rows[i] for i in due], logits, temperature)
+
+    @torch.inference_mode()
     def _lockstep(self, policy: Policy, rows: list[Rollout], temperature: float) -> Iterator[Rollout]:
+        """At position t each row takes its next forced token or the token just sampled: no padding and no mask."""
         model, device = policy.model, policy.device
         cache = slab_cache(model.config)
-        with policy.sampling():
-            ready = min(len(r.token_ids) for r in rows)
-            inputs = [r.token_ids[:ready] for r in rows]
-            position = ready
-            while rows:
+        ready = min(len(r.token_ids) for r in rows)
+        inputs = [r.token_ids[:ready] for r in rows]
+        position = ready
+        while rows:
+            with policy.sampling():
                 logits = model(
                     input_ids=torch.tensor(inputs, device=device),
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
                 ).logits[:, -1]
-                self._sample(rows, position, logits, temperature)
-                alive = [i for i, r in enumerate(rows) if r.termination is None]
-                if len(alive) < len(rows):
-                    ended = [r for r in rows if r.termination is not None]
-                    rows = [rows[i] for i in alive]
-                    if rows:
-                        select_rows(cache, alive, device)
-                    yield from ended
-                inputs = [[r.token_ids[position]] for r in rows]
-                position += 1
+            for row in rows:
+                if row.overdue():
+                    row.end(Termination.DEADLINE)
+            due = [i for i, r in enumerate(rows) if len(r.token_ids) == position]
+            if due:
+                if len(due) < len(rows):
+                    logits = logits[torch.tensor(due, device=device)]
+                self._sample([rows[i] for i in due], logits, temperature)
+            alive = [i for i, r in enumerate(rows) if r.termination is None]
+            if len(alive) < len(rows):
+                ended = [r for r in rows if r.termination is not None]
+                rows = [rows[i] for i in alive]
+                if rows:
+                    select_rows(cache, alive, device)
+                yield from ended
+            inputs = [[r.token_ids[position]] for r in rows]
+            position += 1
 
-    def _sample(self, rows: list[Rollout], position: int, logits: Tensor, temperature: float) -> None:
-        """Give a token to every row that has none at `position`, then let turns that ended run their environment."""
-        for row in rows:
-            if row.overdue():
-                row.end(Termination.DEADLINE)
-        due = [i for i, r in enumerate(rows) if len(r.token_ids) == position and r.termination is None]
-        if not due:
+    def _sample(self, rows: list[Rollout], logits: Tensor, temperature: float) -> None:
+        """Give every row that goes on a token from its [V] of `logits`; turns that end run their environment."""
+        going = [i for i, row in enumerate(rows) if row.termination is None]
+        if not going:
             return
-        if len(due) < len(rows):
-            logits = logits[torch.tensor(due, device=logits.device)]
-        uniforms = [rows[i].uniform() for i in due]
-        tokens, logprobs = sample(logits, uniforms, temperature)
+        if len(going) < len(rows):
+            rows, logits = [rows[i] for i in going], logits[torch.tensor(going, device=logits.device)]
+        tokens, logprobs = sample(logits, [row.uniform() for row in rows], temperature)
         finished = []
-        for i, token, logprob in zip(due, tokens, logprobs, strict=True):
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
-                rows[i].end(Termination.ENGINE_ERROR, "the model returned non-finite logits")
-            elif rows[i].push(token, logprob):
-                finished.append(rows[i])
+                row.end(Termination.ENGINE_ERROR, "the model returned non-finite logits")
+            elif row.push(token, logprob):
+                finished.append(row)
         if self._pool is None or len(finished) < 2:
             for row in finished:
                 row.finish_turn()
