@@ -16,7 +16,7 @@ from draco.analysis.series import Verdicts, step_numbers
 from draco.errors import ConfigError
 from draco.evaluation.statistics import mean_std, paired_bootstrap, task_means
 from draco.report.curves import all_figures, over_seeds
-from draco.report.figures import Figure, Panel, Series, _broken, write_figure
+from draco.report.figures import Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
 from draco.report.pieces import TokenPieces
 from draco.report.tables import all_tables, write_table
 
@@ -175,6 +175,28 @@ def test_a_line_is_broken_where_a_point_is_missing() -> None:
     xs, ys = _broken((1.0, 2.0, 5.0, 6.0), (0.1, 0.2, 0.5, 0.6), 1.0)
     assert xs == [1.0, 2.0, 3.5, 5.0, 6.0]
     assert ys[2] != ys[2]
+
+
+def test_a_moving_average_takes_no_point_from_beyond_a_gap() -> None:
+    assert _smoothed((1.0, 2.0, 3.0, 9.0), (0.0, 0.3, 0.6, 1.0), 3) == pytest.approx([0.15, 0.3, 0.45, 1.0])
+    assert _smoothed((1.0, 2.0), (0.2, 0.8), 1) == [0.2, 0.8]
+
+
+def test_names_at_the_ends_of_lines_keep_apart_and_in_order() -> None:
+    assert _apart([0.1, 0.5, 0.52, 0.9], 0.1, 1.0) == pytest.approx([0.1, 0.5, 0.6, 0.9])
+    assert _apart([0.95, 0.97, 0.98], 0.1, 1.0) == pytest.approx([0.8, 0.9, 1.0])
+
+
+def test_a_setting_has_one_colour_in_every_figure() -> None:
+    few, many = _colours({"dynamic+step", "mine"}), _colours({"static+uniform", "base", "dynamic+step", "mine", "b"})
+    assert few["dynamic+step"] == many["dynamic+step"]
+    assert len(set(many.values())) == 5
+
+
+def test_the_axis_of_terminations_ends_where_something_is_to_be_seen(run: Path) -> None:
+    (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F3_terminations"]
+    assert (figure.y_max, figure.note) == (0.5, "The axis ends at 50%: all other rollouts submitted.")
+    assert [s.label for s in figure.panels[0].series][-1] == "submitted"
 
 
 def test_means_over_seeds_at_points_that_only_one_has() -> None:
