@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report as report_script
 from report_fixture import HOSTILE, Numbers, evaluation, write_run
 
 from draco.analysis.agreement import agreement
@@ -133,7 +135,7 @@ def test_tables(tmp_path: Path, run: Path) -> None:
     (row,) = [r for r in tables["T6_difficulty"].rows if r[0] == "dynamic+step"]
     assert row[1:3] == (0.75, 1.0)
     (row,) = tables["T9_differences"].rows
-    assert row[1:4] == ("dynamic+step", "base", 0.875)
+    assert row[1:4] == ("dynamic+step", "base", 87.5)  # points
     assert "rubric=self_judge" in tables["T7_self_judge"].notes[0]
     for table in tables.values():
         write_table(table, tmp_path / "tables")
@@ -141,6 +143,36 @@ def test_tables(tmp_path: Path, run: Path) -> None:
         rows = list(csv.reader(stream))
     assert rows[2][:4] == ["dynamic+step", "0.875", "0.75", ""]
     assert "| dynamic+step | 87.5% | 75.0% | – |" in (tmp_path / "tables" / "T2_success.md").read_text(encoding="utf-8")
+
+
+def test_the_notes_say_how_a_tau_bench_was_run(run: Path) -> None:
+    folder = run / "evaluations"
+    folder.mkdir()
+    content = {"checkpoint": "step=000002", **evaluation((2, 2)), "split": "tau_banking", "retrieval": "alltools",
+               "user": "openai/u", "max_turns": 100, "quarantined": 3, "tau2": {"version": "tau2 1.0.2"}}  # fmt: skip
+    (folder / "tau_banking-step=000002-n2.json").write_text(json.dumps(content), encoding="utf-8")
+    (table,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
+    notes = " ".join(table.notes)
+    assert "tau_banking: tau2 1.0.2, retrieval alltools, user simulator openai/u, at most 100 agent turns" in notes
+    assert "dynamic+step, tau_banking: 3 faulted rollouts (failed)." in notes
+    assert "test_normal: 1 seed, 1 checkpoint in all, n = 2 (dynamic+step)." in notes
+
+
+def test_the_script_writes_an_overview(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `report`")
+    out = tmp_path / "out"
+    report_script.main([str(run), f"out={out}", "png=false", "html=false"])
+    text = (out / "report.md").read_text(encoding="utf-8")
+    assert "| dynamic+step | 75.0% | 50.0% | – |" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 10
+    assert all((out / link).is_file() for link in links)
+    missing = text[text.index("## Not measured") :]
+    assert "F9 · The same calls, judged again: no judge was replayed" in missing
+    assert not list(out.rglob("*.png"))
+    for wrong in ("png=1", "window=0", "audit=x", "html=no"):
+        with pytest.raises(ConfigError, match=wrong.split("=")[0] + "="):
+            report_script.main([str(run), wrong])
 
 
 def test_the_last_three_checkpoints_with_the_most_runs_are_averaged(run: Path) -> None:

@@ -11,12 +11,13 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from draco.errors import ConfigError
 
-__all__ = ["Figure", "Panel", "Series", "write_figure"]
+__all__ = ["Figure", "Panel", "Series", "require_matplotlib", "write_figure"]
 
 #: Okabe–Ito: distinguishable with any colour vision, and in print
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -75,8 +76,18 @@ class Figure:
     y_max: float = 1.0  #: end of the axis of a stack
 
 
-def write_figure(figure: Figure, folder: Path) -> None:
-    """NAME.csv, NAME.svg and NAME.png.
+def require_matplotlib() -> None:
+    """Find out whether figures can be drawn before anything else is done.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("figures need matplotlib: pip install 'draco[report]'")
+
+
+def write_figure(figure: Figure, folder: Path, *, png: bool = True) -> None:
+    """NAME.csv, NAME.svg and, where it is wanted, NAME.png.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -94,14 +105,14 @@ def write_figure(figure: Figure, folder: Path) -> None:
     drawn = _draw(figure)
     # Without dates, so that the same numbers give the same file.
     drawn.savefig(folder / f"{figure.name}.svg", metadata={"Date": None})
-    drawn.savefig(folder / f"{figure.name}.png", dpi=150)
+    if png:
+        drawn.savefig(folder / f"{figure.name}.png", dpi=150)
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("figures need matplotlib: pip install 'draco[report]'") from None
+    require_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     matplotlib.rcParams.update({
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,

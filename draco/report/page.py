@@ -114,7 +114,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         return isinstance(get(key), int | float)
 
     def share(key: str) -> str:
-        return f"{100 * get(key):.1f}%" if known(key) else "–"
+        return f"{100 * float(run.summary[key]):.1f}%" if known(key) else "–"
 
     tiles = []
     for name, one in (("tasks solved (TGC)", "success"), ("scenarios solved (SGC)", "sgc")):
