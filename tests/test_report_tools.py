@@ -24,11 +24,13 @@ from callbacks.credit.step import StepLevelCredit
 from draco.analysis.audit import read_sheet, write_sheet
 from draco.analysis.judge_replay import criteria_overlap, load_results, replay_calls, replayable, summarise_replay
 from draco.analysis.judgements import read_groups
+from draco.analysis.matching import check_pairs, load_matches, match_criteria
 from draco.analysis.outside import judge_by_labels, read_groups_of
 from draco.archive import read_calls, read_table, step_folder, write_step
 from draco.arguments import parse
 from draco.errors import ConfigError, JudgeCallError
 from draco.judge.client import JudgeRequest
+from draco.judge.schema import ReplyFault
 from draco.types import Judgement
 
 
@@ -164,6 +166,40 @@ def test_criteria_overlap_pairs_one_to_one() -> None:
         ("Says thanks", "polite"),
     ]
     assert criteria_overlap(reference, other) == (1, 2, 3)
+
+
+def test_pairs_of_a_matcher_are_checked() -> None:
+    assert check_pairs({"pairs": [{"a": 1, "b": 2}, {"a": 2, "b": 1}]}, 2, 2) == 2
+    for pairs, fault in (
+        ([{"a": 3, "b": 1}], "a=3: expected a number from 1 to 2"),
+        ([{"a": 1, "b": 0}], "b=0: expected"),
+        ([{"a": 1, "b": 1}, {"a": 2, "b": 1}], "criterion of B is in two pairs"),
+        ([{"a": "1", "b": 1}], "pairs.0.a"),
+        (None, "pairs"),
+    ):
+        with pytest.raises(ReplyFault, match=fault):
+            check_pairs({"pairs": pairs}, 2, 2)
+
+
+def test_what_a_matcher_failed_on_is_in_no_rate(tmp_path: Path) -> None:
+    class Failing:
+        async def call(self, request: JudgeRequest[Any]) -> int:
+            if "good" not in request.messages[1]["content"]:
+                raise JudgeCallError("down")
+            return request.check({"pairs": [{"a": 2, "b": 1}]})[0]  # type: ignore[no-any-return]
+
+    rows = [
+        {"key": "k1", "step": 0, "phase": "merge", "reference": [["good", "x"], ["b", "y"]], "other": [["c", "z"]]},
+        {"key": "k2", "step": 0, "phase": "merge", "reference": [["bad", "x"]], "other": [["c", "z"]]},
+        {"key": "k3", "step": 0, "phase": "propose_rollout", "reference": [], "other": [["c", "z"]]},
+        {"key": "k4", "step": 0, "phase": "score", "reference": [["t", 1]], "other": [["t", 1]]},
+    ]
+    file = tmp_path / "m.jsonl"
+    counts = asyncio.run(match_criteria(rows, Failing(), file))  # type: ignore[arg-type]
+    assert counts == {"asked": 2, "failed": 1, "kept": 0}
+    assert load_matches(file) == {"k1": 1, "k3": 0}
+    found = summarise_replay(rows, "m", 10, load_matches(file))["all"]
+    assert (found["model_recall"], found["model_precision"]) == (1 / 2, 1 / 2)  # k1: 1 of 2 and 1; k3: 0 of 0 and 1
 
 
 def test_replay_needs_one_run(run: Path) -> None:
@@ -349,8 +385,17 @@ def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys
         assert {c["phase"] for c in calls} >= {"propose_task", "propose_rollout", "merge", "score"}
         # The same judge again, to the letter: it agrees with itself.
         replay_judge.main([str(out), "--judge", "litellm", *judge])
-    (summary,) = out.glob("judge_replay/*/summary.json")
+        (summary,) = out.glob("judge_replay/*/summary.json")
+        content = json.loads(summary.read_text(encoding="utf-8"))
+        assert (content["all"]["model_recall"], content["matcher"]) == (None, None)
+        # A model says which criteria are the same: one pair a merge, of two criteria on either side.
+        matcher = [a.replace("judge.", "matcher.") for a in judge]
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        assert "matcher: asked 2, kept 0, failed 0" in capsys.readouterr().out
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        assert "matcher: asked 0, kept 2, failed 0" in capsys.readouterr().out
     content = json.loads(summary.read_text(encoding="utf-8"))
+    assert (content["all"]["model_recall"], content["all"]["model_precision"]) == (0.5, 0.5)
     assert content["all"]["agreement"] == 1.0
     assert content["all"]["pairs"] == 12
     assert (content["all"]["recall"], content["all"]["precision"]) == (1.0, 1.0)

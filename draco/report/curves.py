@@ -114,7 +114,7 @@ def _terminations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[St
         worst = max([worst, *(1 - counts[x][_USUAL] / counts[x].total() for x in xs)])
         series = [Series(k, tuple(map(float, xs)), tuple(counts[x][k] / counts[x].total() for x in xs)) for k in kinds]
         panels.append(Panel(setting, tuple(series), "stack", gap="" if xs else "no archived step"))
-    end = next(m for m in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if 1.1 * worst <= m or m == 1.0)
+    end = 1.0 if not worst else next(m for m in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if 1.1 * worst <= m or m == 1.0)
     note = "" if end == 1 else f"The axis ends at {end:.0%}: all other rollouts {_USUAL}."
     return Figure("F3_terminations", "F3 · How training rollouts end", "training step", "share of rollouts",
                   tuple(panels) or (_nothing("no run"),), note=note, y_max=end)  # fmt: skip
@@ -248,7 +248,8 @@ def _judge_replay(runs: Sequence[Run]) -> Figure:
             names = (("agreement", "agreement"), ("all_pass_baseline", "all-pass baseline"),
                      ("false_pass", "false pass"),
                      ("false_fail", "false fail"), ("recall", "criteria recall"),
-                     ("precision", "criteria precision"))  # fmt: skip
+                     ("precision", "criteria precision"), ("model_recall", "criteria recall, by a model"),
+                     ("model_precision", "criteria precision, by a model"))  # fmt: skip
             series = []
             for key, label in names:
                 points = [(float(r["first_step"] + 1), r[key]) for r in rows if r.get(key) is not None]

@@ -31,7 +31,8 @@ COLOURS = {
     "length_limit": "#0072B2", "turn_limit": "#56B4E9", "no_action": "#D55E00", "gave_up": "#E69F00",
     "deadline": "#CC79A7", "environment_error": "#000000", "engine_error": "#009E73", "submitted": "#DCDFE3",
     "agreement": "#0072B2", "all-pass baseline": "#8A8F96", "false pass": "#D55E00", "false fail": "#E69F00",
-    "criteria recall": "#009E73", "criteria precision": "#CC79A7", "pass rate": "#0072B2",
+    "criteria recall": "#009E73", "criteria precision": "#CC79A7", "criteria recall, by a model": "#00563F",
+    "criteria precision, by a model": "#8A3A66", "pass rate": "#0072B2",
 }  # fmt: skip
 _ORDER = list(COLOURS)
 _SOFT = "#5b626b"
@@ -143,7 +144,7 @@ def _draw(figure: Figure) -> Any:
     named = named and everyone == {s.label for s in figure.panels[-1].series}
     shared: dict[str, Any] = {}
     for i, (axis, panel) in enumerate(zip(axes, figure.panels, strict=False)):
-        axis.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=10)
+        axis.set_title("\n".join(textwrap.wrap(panel.title, 44, break_on_hyphens=False)), fontsize=10)
         if not filled[i]:
             _gap(axis, panel.gap or "nothing was recorded", 40 if ratios is None else 24)
             continue
@@ -165,7 +166,7 @@ def _draw(figure: Figure) -> Any:
         axis.set_axis_off()
     note = "\n".join(textwrap.wrap(figure.note, int(width * 13)))
     labels = sorted(shared, key=_rank)
-    if (len(labels) > 1 and not named) or (count == 1 and figure.panels[0].kind == "bar" and labels):
+    if (len(labels) > 1 and not named) or (labels and figure.panels[0].kind in ("bar", "stack")):
         handles = [shared[k] for k in labels]
         fits = max(1, int(width * 10 / (max(map(len, labels)) + 7)))
         lines = -(-len(labels) // fits)
@@ -251,9 +252,16 @@ def _line(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> N
                   marker=_marker(key, colours) if len(s.x) <= 12 else None, markersize=5)  # fmt: skip
         if low:
             axis.fill_between(s.x, low, high, color=colours[key], alpha=0.14, linewidth=0)
-    if all(float(x).is_integer() for s in panel.series for x in s.x):
-        axis.xaxis.get_major_locator().set_params(integer=True)
+    _whole_steps(axis, panel)
     axis.margins(x=0.02)
+
+
+def _whole_steps(axis: Any, panel: Panel) -> None:
+    xs = {x for s in panel.series for x in s.x}
+    if all(float(x).is_integer() for x in xs):
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    if len(xs) == 1:
+        axis.set_xlim(min(xs) - 1, min(xs) + 1)
 
 
 def _stack(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
@@ -263,6 +271,7 @@ def _stack(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> 
     )  # fmt: skip
     axis.margins(x=0)
     axis.grid(False)
+    _whole_steps(axis, panel)
 
 
 def _scatter(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:

@@ -227,7 +227,7 @@ def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
         notes.append(
             "No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too)."
         )
-    forms = {"turns": "{:.1f}", columns[5]: "{:.2f}", columns[6]: "{:.4f}"}
+    forms = {"turns": "{:.1f}", columns[5]: "{:.4g}", columns[6]: "{:.3g}"}
     return Table(name, title, columns, tuple(rows), notes=tuple(notes), forms=forms)
 
 
