@@ -94,7 +94,7 @@ def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: S
                 missing.append(name)
             elif cost and success:
                 series.append(Series(name, (cost.mean,), (success.mean,)))
-        gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN to scripts/evaluate.py"
+        gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN here or to scripts/evaluate.py"
         title = split + (f" (no cost: {', '.join(missing)})" if series and missing else "")
         panels.append(Panel(title, tuple(series), "scatter", gap=gap))
     return Figure("F2_success_cost", "F2 · Success against the cost of evaluation", "USD for one run of every task",
