@@ -113,6 +113,9 @@ def show(run: Path, outside: Outside) -> None:
     write_page(opened, numbers)
     print(f"{outside.form}: {total} trajectories in {len(outside.groups)} groups; {judged} judged, "
           f"{total - judged} not (in the archive's table of failures, with reasons)")  # fmt: skip
+    alone = sum(len(g.trajectories) == 1 for g in outside.groups)
+    if alone:
+        print(f"{alone} tasks have one trajectory; a group needs two to be compared")
     print("credit: " + ", ".join(f"{k} {v}" for k, v in sorted(reasons.items())))
     print(f"archive: {run / 'archive'}\npage:    {run / 'report.html'}")
 

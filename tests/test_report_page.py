@@ -180,6 +180,22 @@ def test_rewards_shares_and_results_are_shown(browser: Browser, page: Path) -> N
 
 
 @pytest.mark.report
+def test_a_log_that_was_judged_without_training_says_so(browser: Browser, page: Path) -> None:
+    run = page.parent
+    config = json.loads((run / "config.yaml").read_text(encoding="utf-8"))
+    (run / "config.yaml").write_text(json.dumps(config | {"steps": 0}), encoding="utf-8")
+    for name in ("summary.json", "evaluation_before.json", "evaluation_after.json"):
+        (run / name).unlink()
+    write_page(open_run(run), archive_numbers(run))
+    opened(browser, page)
+    tiles = browser.run("[...document.querySelectorAll('.tile')].map((t) => t.textContent)")
+    # Members 3 + 2 of 3 + 3 rollouts; passes 6 and fails 2 + 2; inert 2 and 2.
+    assert tiles == ["5 of 6trajectories judged", "60.0%rubric passed", "80.0%inert: verdicts unanimous"]
+    assert browser.run("document.getElementById('position').textContent").startswith("batch 1, task 1")
+    clean(browser, page)
+
+
+@pytest.mark.report
 def test_steps_with_more_or_less_than_an_equal_share_are_marked(browser: Browser, page: Path) -> None:
     opened(browser, page)
     marks = browser.run(

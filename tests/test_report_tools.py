@@ -317,6 +317,17 @@ def test_every_malformed_row_is_named_and_nothing_is_judged(tmp_path: Path) -> N
         read_groups_of(tmp_path / "g.jsonl")
 
 
+def test_the_shape_of_a_file_is_named_where_it_is_unknown_or_incomplete(tmp_path: Path) -> None:
+    unknown = write(tmp_path / "w.jsonl", [{"history": [], "mistake_step": "0"}])
+    with pytest.raises(ConfigError, match=r"no row has a known shape.*line 1 has history, mistake_step"):
+        read_groups_of(unknown)
+    predictions = write(tmp_path / "p.jsonl", [{"query_index": 0, "sample_index": 1, "step_labels": {"2": 1}}])
+    with pytest.raises(ConfigError, match="line 1: field 'messages': expected a list of messages, got NoneType"):
+        read_groups_of(predictions)
+    (tmp_path / "t.json").write_text(json.dumps([{"task_id": 1, "traj": chat("a")}] * 2), encoding="utf-8")
+    assert read_groups_of(tmp_path / "t.json").form == "tau_bench"  # results without a trial number
+
+
 def test_tau_results_of_both_shapes(tmp_path: Path) -> None:
     old = [{"task_id": 0, "trial": t, "reward": float(t), "traj": chat(None, "bye")} for t in (0, 1)]
     (tmp_path / "old.json").write_text(json.dumps(old), encoding="utf-8")

@@ -119,10 +119,14 @@ def _rows(path: Path) -> tuple[str, list[tuple[str, Any]]]:
                     faults.append(f"line {number}: no JSON: {error}")
         if faults:
             raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]))
-    for form in ("tau_bench", "agent_process_bench"):
-        if rows and isinstance(rows[0][1], dict) and {*_FIELDS[form][1:]} <= rows[0][1].keys():
-            return form, rows
-    return "chat", rows
+    keys = {k for _, row in rows if isinstance(row, dict) for k in row}
+    if rows and not keys & {"task_id", "messages", "traj", "query_index"}:
+        raise ConfigError(
+            f"{path}: no row has a known shape. Expected task_id and messages (chat), task_id, trial and traj "
+            "(τ-bench), simulations (tau2), or query_index, sample_index and messages (AgentProcessBench); "
+            f"{rows[0][0]} has {', '.join(sorted(map(str, keys))[:12]) or 'no fields'}"
+        )
+    return "tau_bench" if "traj" in keys else "agent_process_bench" if "query_index" in keys else "chat", rows
 
 
 def _task_id(form: str, row: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from draco import durable
 from draco.analysis.runs import Run
-from draco.analysis.series import StepNumbers
+from draco.analysis.series import StepNumbers, total
 from draco.archive import read_calls, read_table
 from draco.report.pieces import TokenPieces
 
@@ -63,7 +63,8 @@ def render_page(run: Run, numbers: Sequence[StepNumbers], *, max_mb: float, max_
     index = {
         "name": run.path.name,
         "setting": run.setting,
-        "tiles": _tiles(run),
+        "unit": "training step" if run.config.get("steps") else "batch",
+        "tiles": _tiles(run) or _counted_tiles(numbers),
         "summary": _summary(run),
         "evaluations": _evaluations(run),
         "curves": _curves(run, numbers),
@@ -130,6 +131,19 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         tiles.append((f"{get('judge_calls'):,}", f"judge calls, {bill}"))
     if known("steps"):
         tiles.append((f"{get('steps'):,}", "training steps"))
+    return tiles
+
+
+def _counted_tiles(numbers: Sequence[StepNumbers]) -> list[tuple[str, str]]:
+    """The same of trajectories that were judged without a run: counted from the archive."""
+    judged, rollouts = sum(n.members for n in numbers), sum(n.rollouts for n in numbers)
+    tiles = [(f"{judged:,} of {rollouts:,}", "trajectories judged")] if rollouts else []
+    if (rate := total(n.verdicts for n in numbers).pass_rate) is not None:
+        tiles.append((f"{100 * rate:.1f}%", "rubric passed"))
+    known = [n for n in numbers if n.inert is not None and n.members]
+    if known:
+        share = sum(n.inert or 0 for n in known) / sum(n.members for n in known)
+        tiles.append((f"{100 * share:.1f}%", "inert: verdicts unanimous"))
     return tiles
 
 

@@ -46,6 +46,7 @@ async function start() {
   summary(index);
   curves(index.curves);
   const steps = byId("step");
+  byId("unit").textContent = index.unit === "batch" ? "Batch" : "Step";
   index.steps.forEach((s, i) => steps.append(el("option", { value: i }, `${s.step + 1}`)));
   if (!index.steps.length) { byId("credit").replaceChildren(el("h2", {}, "Where credit went"), el("p", {}, "No step was archived.")); return; }
   steps.addEventListener("change", () => go(Number(steps.value), 0));
@@ -72,7 +73,7 @@ async function go(at, group) {
   Object.assign(state, { at, group, block, rollout: 0, step: 0, open: false, tokens: false });
   byId("step").value = at;
   names.value = group;
-  byId("position").textContent = `training step ${steps[at].step + 1}, task ${group + 1} of ${groups.length}`;
+  byId("position").textContent = `${state.index.unit} ${steps[at].step + 1}, task ${group + 1} of ${groups.length}`;
   show();
 }
 
