@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import report as report_script
 from report_fixture import HOSTILE, Numbers, evaluation, write_run
@@ -104,6 +106,20 @@ def test_cost_and_frontier_models(tmp_path: Path, run: Path) -> None:
     (table,) = [t for t in all_tables(runs) if t.name == "T8_models"]
     assert table.rows[1] == ("dynamic+step", "test_normal", 0.75, 0.5, 3.5, 0.5, 0.25)
     assert table.rows[2][:4] == ("openai/x", "test_normal", 1.0, 1.0)
+
+
+def test_what_judging_costs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for step in (0, 1):
+        file = run / "archive" / f"step={step:06d}" / "judge_calls.parquet"
+        table = pq.ParquetFile(file).read()
+        costs = pa.array([0.25 if c is None else c for c in table["cost_usd"].to_pylist()], pa.float64())
+        pq.write_table(table.set_column(table.schema.get_field_index("cost_usd"), "cost_usd", costs), file)
+    (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F8_judge_cost"]
+    # Three score calls of 0.25 and one attribution of 0.5; TGC .75.
+    assert points(figure, "score", 0) == [(0.0, 0.75)]
+    assert points(figure, "attribute", 0) == [(0.0, 0.5)]
+    assert points(figure, "dynamic+step", 2) == [(1.25, 0.75)]
 
 
 def test_tokens_times_prices_where_an_evaluation_has_no_cost(run: Path) -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import replay as replay_script
 import replay_judge
+import rescore
 from report_fixture import score_reply, write_run
 from report_judge import judge_server
 
@@ -26,11 +27,13 @@ from draco.analysis.judge_replay import criteria_overlap, load_results, replay_c
 from draco.analysis.judgements import read_groups
 from draco.analysis.matching import check_pairs, load_matches, match_criteria
 from draco.analysis.outside import judge_by_labels, read_groups_of
+from draco.analysis.runs import open_run
 from draco.archive import read_calls, read_table, step_folder, write_step
 from draco.arguments import parse
 from draco.errors import ConfigError, JudgeCallError
 from draco.judge.client import JudgeRequest
 from draco.judge.schema import ReplyFault
+from draco.report.curves import all_figures
 from draco.types import Judgement
 
 
@@ -410,6 +413,47 @@ def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys
     assert content["all"]["agreement"] == 1.0
     assert content["all"]["pairs"] == 12
     assert (content["all"]["recall"], content["all"]["precision"]) == (1.0, 1.0)
+
+
+def test_tasks_that_ran_once_are_no_fault_of_the_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}")} for t in ("a", "a", "b", "c", "d")]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        printed = capsys.readouterr().out
+        assert "5 trajectories in 4 groups; 2 judged, 3 not" in printed
+        assert "3 tasks have one trajectory" in printed
+        assert {c["task_id"] for c in read_calls(out)} == {"a"}  # nobody is asked about what cannot be compared
+        reasons = [r["reason"] for r in read_table(out, "failures").to_pylist()]
+        assert reasons == ["1 member(s) left, a group needs 2"] * 3
+        with pytest.raises(ConfigError, match=r"no task has two usable trajectories \(2 in 2 tasks\)"):
+            judge_trajectories.main(
+                [f"input={write(tmp_path / 'g.jsonl', rows[2:4])}", *judge, f"out={tmp_path / 'n'}"]
+            )
+    assert not (tmp_path / "n").exists()
+
+
+def test_rollouts_are_scored_again_on_a_fixed_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}{s}")} for t in ("a", "b") for s in range(3)]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    fixed = tmp_path / "fixed.yaml"
+    entries = [f"- {{title: 'Is good {i}', description: d, evaluator_instruction: e}}" for i in range(3)]
+    fixed.write_text("criteria:\n" + "\n".join(entries) + "\n", encoding="utf-8")
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}", "batch=1"])
+        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        assert "rescored/fixed: 6 calls" in capsys.readouterr().out
+        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        assert "rescored/fixed: 0 calls" in capsys.readouterr().out  # finished steps are kept
+    verdicts = read_table(out / "rescored" / "fixed", "verdicts").to_pylist()
+    assert len(verdicts) == 6 * 3
+    (figure,) = [f for f in all_figures([open_run(out)]) if f.name == "F4_pass_rate"]
+    (dotted,) = [s for s in figure.panels[0].series if s.dotted]
+    assert dotted.label == "dynamic+step (rollouts re-scored: fixed)"
+    by_hand = [[v["score"] == 1 for v in verdicts if v["step"] == step] for step in (0, 1)]
+    assert dotted.y == tuple(sum(passed) / 9 for passed in by_hand)
 
 
 def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:
