@@ -56,7 +56,7 @@ async function start() {
   byId("group-back").addEventListener("click", () => go(state.at, state.group - 1));
   byId("group-on").addEventListener("click", () => go(state.at, state.group + 1));
   document.addEventListener("keydown", (e) => keys(e));
-  await go(0, 0);
+  await go(0, Math.max(0, index.steps[0].groups.findIndex((g) => g.moved))); // one in which credit moved, if any
 }
 
 async function go(at, group) {
