@@ -115,12 +115,12 @@ def run_cell(rubric: str, credit: str, seed: int, out: Path, jobs: int, further:
 
 
 def spread(values: list[float | None]) -> str:
-    """Mean ± sample standard deviation in percent."""
+    """Mean ± sample standard deviation in percent; one value has no deviation."""
     present = [100 * v for v in values if v is not None]
     if not present:
         return "–"
-    deviation = statistics.stdev(present) if len(present) > 1 else 0.0
-    return f"{statistics.mean(present):.1f} ± {deviation:.1f}"
+    deviation = f" ± {statistics.stdev(present):.1f}" if len(present) > 1 else ""
+    return f"{statistics.mean(present):.1f}{deviation}"
 
 
 def percent(value: float | None) -> str:

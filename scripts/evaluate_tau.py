@@ -14,7 +14,8 @@ Options (key=value):
     python, tool_parser, port   the interpreter that has vLLM (default .venv-vllm/bin/python), its parser (default
                 hermes), and the port (default 8010)
     user, user_api_base   the user simulator (default openai/gpt-5.4); its key comes from the environment
-    domain, retrieval     default banking_knowledge, alltools
+    domain, retrieval     default banking_knowledge, alltools. Another domain (airline, retail, …) has no documents
+                and no retrieval; its file is tau_DOMAIN-CHECKPOINT-nN.json
     tasks       the first so many tasks
     max_turns   agent turns (default 100; tau2's --max-steps is twice that: it counts every message)
     prices, user_prices   READ,WRITTEN in USD per million tokens of the agent and of the user simulator
@@ -30,7 +31,7 @@ from omegaconf import OmegaConf
 from draco import checkpoint
 from draco.arguments import parse
 from draco.errors import ConfigError
-from draco.evaluation.tau import TauOptions, parse_results, run_tau2, served
+from draco.evaluation.tau import BANKING, TauOptions, parse_results, run_tau2, served, tau2_version
 from draco.summary import write_json
 
 OPTIONS = {
@@ -54,6 +55,8 @@ def main(arguments: list[str]) -> None:
     named: dict[str, Any] = {
         k: given[k] for k in ("tau2", "domain", "retrieval", "user", "user_api_base") if k in given
     }
+    if given.get("domain", BANKING) != BANKING:
+        named.setdefault("retrieval", None)
     tau = TauOptions(
         n=n,
         max_turns=int(given.get("max_turns", 100)),
@@ -63,9 +66,11 @@ def main(arguments: list[str]) -> None:
     file = Path(given["results"]) if "results" in given else _play(run, given, tau, folder, name)
     prices, user_prices = _prices(given.get("prices"), "prices"), _prices(given.get("user_prices"), "user_prices")
     content = parse_results(file, n=n, prices=prices, user_prices=user_prices)
-    out = run / "evaluations" / f"tau_banking-{name}-n{n}.json"
+    split = "tau_banking" if tau.domain == BANKING else f"tau_{tau.domain}"
+    out = run / "evaluations" / f"{split}-{name}-n{n}.json"
     settings = {"domain": tau.domain, "retrieval": tau.retrieval, "user": tau.user, "max_turns": tau.max_turns}
-    write_json(out, {"run": str(run), "checkpoint": name, "split": "tau_banking", **settings, **content})
+    content["tau2"] = {"version": tau2_version(tau.tau2), **content["tau2"]}
+    write_json(out, {"run": str(run), "checkpoint": name, "split": split, **settings, **content})
     show(content)
     print(f"records: {out}")
 
@@ -82,7 +87,7 @@ def _checkpoint(run: Path, which: str) -> Path | None:
 
 
 def _play(run: Path, given: dict[str, str], tau: TauOptions, folder: Path | None, name: str) -> Path:
-    save_to = run / "tau2" / f"{name}-n{tau.n}"
+    save_to = run / "tau2" / f"{tau.domain}-{name}-n{tau.n}"
     if "api_base" in given:
         return run_tau2(tau, given.get("model", "policy"), given["api_base"], save_to)
     model = OmegaConf.load(run / "config.yaml").policy.path
@@ -113,5 +118,5 @@ def show(content: dict[str, Any]) -> None:
     print(f"{content['tasks']} tasks × {content['n']}: SR {rates}")
     print(f"counted as failed: {content['infrastructure_errors']} infrastructure errors, {content['missing']} missing")
     cost = content["cost_usd"]
-    bill = "unknown (prices=, user_prices=)" if cost is None else f"${cost:.2f} (agent and user simulator)"
+    bill = "unknown (prices=, user_prices=)" if cost is None else f"${cost:.4g} (agent and user simulator)"
     print(f"turns {content['turns']:.1f}   cost of one pass: {bill}")

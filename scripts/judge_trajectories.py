@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from draco.analysis.judging import composed
-from draco.analysis.outside import Outside, judge_by_labels, read_groups_of
+from draco.analysis.outside import Outside, judge_by_labels, read_groups_of, too_few
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
 from draco.archive import write_step
@@ -51,6 +52,11 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("input=FILE is missing: the trajectories to judge")
     source = Path(given["input"])
     outside = read_groups_of(source)
+    if all(too_few(g) is not None for g in outside.groups):
+        raise ConfigError(
+            f"{source}: no task has two usable trajectories ({sum(len(g.trajectories) for g in outside.groups)} in "
+            f"{len(outside.groups)} tasks); rewards and credit compare trajectories of one task"
+        )
     run = Path(given.get("out", f"runs/judged-{source.stem}"))
     labels = given.get("judge") == "labels"
     passed = [f"{k}={v}" for k, v in given.items() if k in {"rubric", "credit"} or "." in k]
@@ -79,7 +85,9 @@ def _judge(run: Path, numbered: list[list[Group]], config: DictConfig, rule: Cre
     stage.bind((caveats,) if caveats else (), read_secret(run / "transcript_secret"))
     try:
         for s, groups in enumerate(numbered):
-            credits = list(rule.assign(stage.judge(groups)))
+            alone = [j for g in groups if (j := too_few(g)) is not None]
+            judged = stage.judge([g for g in groups if too_few(g) is None])
+            credits = list(rule.assign(chain(judged, alone)))
             _write(run, s, groups, credits, stage.take_records())
     finally:
         if hasattr(stage, "close"):
@@ -113,6 +121,9 @@ def show(run: Path, outside: Outside) -> None:
     write_page(opened, numbers)
     print(f"{outside.form}: {total} trajectories in {len(outside.groups)} groups; {judged} judged, "
           f"{total - judged} not (in the archive's table of failures, with reasons)")  # fmt: skip
+    alone = sum(len(g.trajectories) == 1 for g in outside.groups)
+    if alone:
+        print(f"{alone} tasks have one trajectory; a group needs two to be compared")
     print("credit: " + ", ".join(f"{k} {v}" for k, v in sorted(reasons.items())))
     print(f"archive: {run / 'archive'}\npage:    {run / 'report.html'}")
 

@@ -4,9 +4,12 @@
 
 Writes `judge_replay/MODEL/calls.jsonl` (a line a call; it can be interrupted and goes on) and `summary.json`:
 agreement beside that of a judge that passes everything, false passes and fails (the archived verdicts are the
-reference), Cohen's κ, Gwet's AC1, recall and precision of the criteria (matched by rapidfuzz), over all and by window.
+reference), Cohen's κ, Gwet's AC1, recall and precision of the criteria, over all and by window. Criteria are matched
+by their texts (rapidfuzz, which takes paraphrases for different ones) and, where matcher= names one, by a model too.
 Figure F9 is drawn from it. Options (key=value or --key value):
     judge, judge.KEY   the other judge
+    matcher, matcher.KEY   a model that says which criteria are the same, such as
+                matcher=litellm matcher.model=openai/gpt-5.4; its answers are kept in `matches-MODEL.jsonl`
     phases      of calls (default: score,merge)
     every       calls of every so many steps (default 1)
     max_calls   at most so many, spread evenly over the run
@@ -19,31 +22,37 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from draco.analysis.judge_replay import load_results, replay_calls, replayable, summarise_replay
 from draco.analysis.judging import judge_config
+from draco.analysis.matching import load_matches, match_criteria
 from draco.analysis.runs import open_run
 from draco.arguments import parse
 from draco.errors import ConfigError, DracoError
+from draco.judge.client import JudgeClient
 from draco.judge.prompts import PHASES
 from draco.run import instantiate
 from draco.summary import write_json
 
-OPTIONS = {"judge", "phases", "every", "max_calls", "max_usd", "window"}
+OPTIONS = {"judge", "matcher", "phases", "every", "max_calls", "max_usd", "window"}
 
 
 def main(arguments: list[str]) -> None:
     """Replay one run's calls and print the agreement."""
-    words, given = parse(arguments, OPTIONS, ("judge.",))
+    words, given = parse(arguments, OPTIONS, ("judge.", "matcher."))
     if len(words) != 1:
         raise ConfigError("expected one run folder: python scripts/replay_judge.py runs/NAME --judge …")
     run = open_run(Path(words[0]))
     client = instantiate(judge_config(given, run.config))
+    asked = {k.replace("matcher", "judge", 1): v for k, v in given.items() if k.split(".")[0] == "matcher"}
+    matcher = instantiate(judge_config(asked, {})) if asked else None
     phases = given.get("phases", "score,merge").split(",")
     if wrong := [p for p in phases if p not in PHASES]:
         raise ConfigError(f"phases={','.join(wrong)}: expected {', '.join(PHASES)}")
@@ -52,7 +61,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"{run.path}: no archived call of {', '.join(phases)} with a usable reply")
     limit = int(given.get("max_calls", len(calls)))
     calls = [calls[i * len(calls) // limit] for i in range(limit)] if 0 < limit < len(calls) else calls
-    folder = run.path / "judge_replay" / re.sub(r"[^\w.-]+", "_", client.model)
+    folder = run.path / "judge_replay" / _named(client.model)
     max_usd = float(given["max_usd"]) if "max_usd" in given else None
 
     async def send() -> dict[str, int]:
@@ -65,40 +74,48 @@ def main(arguments: list[str]) -> None:
     results = load_results(folder / "calls.jsonl")
     if not results:
         raise ConfigError(f"no call of {counts['sent']} got a usable reply; see {folder / 'calls.jsonl'}")
-    summary = summarise_replay(results.values(), client.model, int(given.get("window", 10)))
+    matches: dict[str, int] = {}
+    if matcher is not None:
+        file = folder / f"matches-{_named(matcher.model)}.jsonl"
+        matched = asyncio.run(_match(results.values(), matcher, file))
+        matches = load_matches(file)
+        print(f"matcher: asked {matched['asked']}, kept {matched['kept']}, failed {matched['failed']} (in no rate)")
+    summary = summarise_replay(results.values(), client.model, int(given.get("window", 10)), matches)
     summary["counts"] = counts
+    summary["matcher"] = None if matcher is None else matcher.model
     write_json(folder / "summary.json", summary)
     show(summary, Console())
     print(f"sent {counts['sent']}, kept {counts['kept']}, failed {counts['failed']}, left for want of money "
           f"{counts['left']}\nsummary: {folder / 'summary.json'}")  # fmt: skip
 
 
+def _named(model: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", model)
+
+
+async def _match(results: Iterable[Mapping[str, Any]], matcher: JudgeClient, file: Path) -> dict[str, int]:
+    try:
+        return await match_criteria(results, matcher, file)
+    finally:
+        await matcher.aclose()
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
     """A row a window."""
-    table = Table(title=f"{summary['judge']} against {summary['reference']}")
-    columns = (
-        "calls",
-        "pairs",
-        "agreement",
-        "all_pass_baseline",
-        "false_pass",
-        "false_fail",
-        "kappa",
-        "ac1",
-        "recall",
-        "precision",
-    )
-    for name in ("steps", *columns):
-        table.add_column(name.replace("_", " "), justify="right")
+    names = {
+        "calls": "calls", "pairs": "pairs", "agreement": "agree", "all_pass_baseline": "all pass",
+        "false_pass": "false pass", "false_fail": "false fail", "kappa": "κ", "ac1": "AC1", "recall": "recall",
+        "precision": "prec.", "model_recall": "recall (model)", "model_precision": "prec. (model)",
+    }  # fmt: skip
+    if summary.get("matcher") is None:
+        names = {k: v for k, v in names.items() if not k.startswith("model_")}
+    table = Table(title=f"{summary['judge']} against {summary['reference']}", box=box.SIMPLE, padding=(0, 0, 0, 1))
+    for name in ("step", *names.values()):
+        table.add_column(name, justify="right")
     for row in [*summary["windows"], {"first_step": None, **summary["all"]}]:
-        label = "all" if row["first_step"] is None else f"from {row['first_step'] + 1}"
-        table.add_row(
-            label,
-            *(
-                "–" if row[c] is None else f"{row[c]:.3f}" if isinstance(row[c], float) else str(row[c])
-                for c in columns
-            ),
-        )
+        label = "all" if row["first_step"] is None else f"{row['first_step'] + 1}–"
+        cells = (row[c] for c in names)
+        table.add_row(label, *("–" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in cells))
     console.print(table)
 
 

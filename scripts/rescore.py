@@ -45,7 +45,8 @@ def rescore(path: Path, given: dict[str, str]) -> None:
     run = open_run(path)
     criteria = given.get("criteria", run.env)
     stage = StaticRubric(instantiate(judge_config(given, run.config)), criteria)
-    caveats = instantiate(OmegaConf.create(run.config["env"]["environment"])).caveats
+    environment = run.config["env"].get("environment")  # trajectories that were judged from a file have none
+    caveats = instantiate(OmegaConf.create(environment)).caveats if environment else ()
     stage.bind(caveats, read_secret(path / "transcript_secret"))
     stage.needs_citations = False
     out = path / "rescored" / Path(criteria).stem

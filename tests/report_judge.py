@@ -17,7 +17,7 @@ STEP = re.compile(r"^\[step (\d+)\] action:", re.MULTILINE)
 
 
 def reply_to(text: str) -> dict[str, Any]:
-    """One of the five replies."""
+    """One of the five replies, or which criteria are the same."""
     phase = PHASE.findall(text)[-1]
     code = FENCE.search(text)
     digest = hashlib.sha256((code[1] if code else "").encode()).digest()
@@ -31,6 +31,8 @@ def reply_to(text: str) -> dict[str, Any]:
         return {"criteria": [criterion("Searches before answering", evidence="step 1")]}
     if phase == "merge":
         return {"criteria": [criterion("Answers the question"), criterion("Searches before answering")]}
+    if phase == "match":  # the first of A and the first of B
+        return {"pairs": [{"a": 1, "b": 1}]}
     listed = re.search(r"```json\n(.*?)\n```", text[text.rfind("<<<END") :], re.DOTALL)
     assert listed is not None
     rows = json.loads(listed[1])

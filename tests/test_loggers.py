@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_fixture import write_run
+from wandb_file import records
 
 from draco.errors import ConfigError
 from draco.loggers import MetricsCsv, WandbMetrics, read_metrics, wandb_logger
@@ -157,3 +163,44 @@ class ReportingRun(FakeRun):
 
     def log_artifact(self, artifact: Any) -> None:
         self.artifacts.append(artifact)
+
+
+LOG_OFFLINE = """
+import sys
+from pathlib import Path
+from draco.loggers import wandb_logger
+logger = wandb_logger(sys.argv[1], tables_every=1, table_rollouts=2)
+logger.start([])
+logger.log_metrics({"reward/mean": 0.0}, 1)
+logger.log_metrics({"reward/mean": -1.0}, 2)
+logger.close()
+"""
+
+
+def test_the_real_wandb_keeps_it_all_offline(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "report.html").write_text("<!doctype html>", encoding="utf-8")
+    # A process of its own, which has ended before its file is read. No key anywhere, so it must choose offline itself.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", LOG_OFFLINE, str(run)], capture_output=True, text=True, check=False,
+        env={**environment, "HOME": str(tmp_path), "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "wandb: offline, files under" in done.stdout
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    kept: dict[str, list[Any]] = {}
+    for record in records(file):
+        kind = record.WhichOneof("record_type")
+        kept.setdefault(kind, []).append(getattr(record, kind))
+    rows = [{"/".join(i.nested_key) or i.key: i.value_json for i in h.item} for h in kept["history"]]
+    assert [(r["_step"], r["reward/mean"]) for r in rows] == [("1", "0"), ("2", "-1")]
+    # The second table holds the rows of the first step too.
+    tables = [json.loads(r["samples/trajectories/nrows"]) for r in rows]
+    assert tables == [2, 4]
+    artifacts = {a.type: a for a in kept["artifact"]}
+    assert [c.path for c in artifacts["report"].manifest.contents] == ["report.html"]
+    assert "run_table" in artifacts
+    assert {u.key for u in kept["run"][0].config.update} >= {"steps", "rubric", "credit"}
+    assert any(u.key == "summary/setting" for s in kept["summary"] for u in s.update)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import report as report_script
 from report_fixture import HOSTILE, Numbers, evaluation, write_run
 
 from draco.analysis.agreement import agreement
@@ -16,7 +20,7 @@ from draco.analysis.series import Verdicts, step_numbers
 from draco.errors import ConfigError
 from draco.evaluation.statistics import mean_std, paired_bootstrap, task_means
 from draco.report.curves import all_figures, over_seeds
-from draco.report.figures import Figure, Panel, Series, _broken, write_figure
+from draco.report.figures import Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
 from draco.report.pieces import TokenPieces
 from draco.report.tables import all_tables, write_table
 
@@ -104,6 +108,20 @@ def test_cost_and_frontier_models(tmp_path: Path, run: Path) -> None:
     assert table.rows[2][:4] == ("openai/x", "test_normal", 1.0, 1.0)
 
 
+def test_what_judging_costs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for step in (0, 1):
+        file = run / "archive" / f"step={step:06d}" / "judge_calls.parquet"
+        table = pq.ParquetFile(file).read()
+        costs = pa.array([0.25 if c is None else c for c in table["cost_usd"].to_pylist()], pa.float64())
+        pq.write_table(table.set_column(table.schema.get_field_index("cost_usd"), "cost_usd", costs), file)
+    (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F8_judge_cost"]
+    # Three score calls of 0.25 and one attribution of 0.5; TGC .75.
+    assert points(figure, "score", 0) == [(0.0, 0.75)]
+    assert points(figure, "attribute", 0) == [(0.0, 0.5)]
+    assert points(figure, "dynamic+step", 2) == [(1.25, 0.75)]
+
+
 def test_tokens_times_prices_where_an_evaluation_has_no_cost(run: Path) -> None:
     content: dict[str, Any] = evaluation((1, 2))
     for record in content["records"]:
@@ -133,7 +151,7 @@ def test_tables(tmp_path: Path, run: Path) -> None:
     (row,) = [r for r in tables["T6_difficulty"].rows if r[0] == "dynamic+step"]
     assert row[1:3] == (0.75, 1.0)
     (row,) = tables["T9_differences"].rows
-    assert row[1:4] == ("dynamic+step", "base", 0.875)
+    assert row[1:4] == ("dynamic+step", "base", 87.5)  # points
     assert "rubric=self_judge" in tables["T7_self_judge"].notes[0]
     for table in tables.values():
         write_table(table, tmp_path / "tables")
@@ -141,6 +159,36 @@ def test_tables(tmp_path: Path, run: Path) -> None:
         rows = list(csv.reader(stream))
     assert rows[2][:4] == ["dynamic+step", "0.875", "0.75", ""]
     assert "| dynamic+step | 87.5% | 75.0% | – |" in (tmp_path / "tables" / "T2_success.md").read_text(encoding="utf-8")
+
+
+def test_the_notes_say_how_a_tau_bench_was_run(run: Path) -> None:
+    folder = run / "evaluations"
+    folder.mkdir()
+    content = {"checkpoint": "step=000002", **evaluation((2, 2)), "split": "tau_banking", "retrieval": "alltools",
+               "user": "openai/u", "max_turns": 100, "quarantined": 3, "tau2": {"version": "tau2 1.0.2"}}  # fmt: skip
+    (folder / "tau_banking-step=000002-n2.json").write_text(json.dumps(content), encoding="utf-8")
+    (table,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
+    notes = " ".join(table.notes)
+    assert "tau_banking: tau2 1.0.2, retrieval alltools, user simulator openai/u, at most 100 agent turns" in notes
+    assert "dynamic+step, tau_banking: 3 faulted rollouts (failed)." in notes
+    assert "test_normal: 1 seed, 1 checkpoint in all, n = 2 (dynamic+step)." in notes
+
+
+def test_the_script_writes_an_overview(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `report`")
+    out = tmp_path / "out"
+    report_script.main([str(run), f"out={out}", "png=false", "html=false"])
+    text = (out / "report.md").read_text(encoding="utf-8")
+    assert "| dynamic+step | 75.0% | 50.0% | – |" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 10
+    assert all((out / link).is_file() for link in links)
+    missing = text[text.index("## Not measured") :]
+    assert "F9 · The same calls, judged again: no judge was replayed" in missing
+    assert not list(out.rglob("*.png"))
+    for wrong in ("png=1", "window=0", "audit=x", "html=no"):
+        with pytest.raises(ConfigError, match=wrong.split("=")[0] + "="):
+            report_script.main([str(run), wrong])
 
 
 def test_the_last_three_checkpoints_with_the_most_runs_are_averaged(run: Path) -> None:
@@ -175,6 +223,28 @@ def test_a_line_is_broken_where_a_point_is_missing() -> None:
     xs, ys = _broken((1.0, 2.0, 5.0, 6.0), (0.1, 0.2, 0.5, 0.6), 1.0)
     assert xs == [1.0, 2.0, 3.5, 5.0, 6.0]
     assert ys[2] != ys[2]
+
+
+def test_a_moving_average_takes_no_point_from_beyond_a_gap() -> None:
+    assert _smoothed((1.0, 2.0, 3.0, 9.0), (0.0, 0.3, 0.6, 1.0), 3) == pytest.approx([0.15, 0.3, 0.45, 1.0])
+    assert _smoothed((1.0, 2.0), (0.2, 0.8), 1) == [0.2, 0.8]
+
+
+def test_names_at_the_ends_of_lines_keep_apart_and_in_order() -> None:
+    assert _apart([0.1, 0.5, 0.52, 0.9], 0.1, 1.0) == pytest.approx([0.1, 0.5, 0.6, 0.9])
+    assert _apart([0.95, 0.97, 0.98], 0.1, 1.0) == pytest.approx([0.8, 0.9, 1.0])
+
+
+def test_a_setting_has_one_colour_in_every_figure() -> None:
+    few, many = _colours({"dynamic+step", "mine"}), _colours({"static+uniform", "base", "dynamic+step", "mine", "b"})
+    assert few["dynamic+step"] == many["dynamic+step"]
+    assert len(set(many.values())) == 5
+
+
+def test_the_axis_of_terminations_ends_where_something_is_to_be_seen(run: Path) -> None:
+    (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F3_terminations"]
+    assert (figure.y_max, figure.note) == (0.5, "The axis ends at 50%: all other rollouts submitted.")
+    assert [s.label for s in figure.panels[0].series][-1] == "submitted"
 
 
 def test_means_over_seeds_at_points_that_only_one_has() -> None:

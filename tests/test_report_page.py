@@ -150,6 +150,64 @@ def test_hovering_lights_what_belongs_together(browser: Browser, page: Path) -> 
 
 
 @pytest.mark.report
+def test_rewards_shares_and_results_are_shown(browser: Browser, page: Path) -> None:
+    (page.parent / "summary.json").write_text(
+        json.dumps({"setting": "dynamic+step", "base_success": 0.25, "final_success": 0.75, "judge_calls": 4,
+                    "judge_cost_usd": None, "inert_share": 0.5}), encoding="utf-8"
+    )  # fmt: skip
+    write_page(open_run(page.parent), archive_numbers(page.parent))
+    opened(browser, page)
+    tiles = browser.run("[...document.querySelectorAll('.tile')].map((t) => t.textContent)")
+    assert tiles == ["25.0% → 75.0%tasks solved (TGC), before → after", "50.0%inert: verdicts unanimous",
+                     "4judge calls, price unknown"]  # fmt: skip
+    # Surviving verdicts of rollouts 0, 1, 2: + +, − +, n.a. −.
+    rows = browser.run("[...document.querySelectorAll('#matrix tfoot tr')].map((r) => r.textContent)")
+    assert rows[0].endswith("2✓ 0✗1✓ 1✗0✓ 1✗")
+    assert rows[1].endswith("1.0000.000−1.000")
+    # No step of this group has more or less than an equal share.
+    assert browser.run("[...document.querySelectorAll('.share')].every((s) => s.textContent === '')") is True
+    # An opened step stays when the mouse passes over another, until it is closed.
+    browser.run("document.querySelector('.step[data-rollout=\"0\"]').click()")
+    browser.hover('.step[data-rollout="1"][data-step="1"]')
+    assert "Rollout 1, step 1" in browser.run(DETAIL)
+    browser.run("document.querySelector('#detail .close').click()")
+    assert "Why the credit is as it is" in browser.run(DETAIL)
+    assert browser.run("document.querySelectorAll('[aria-expanded=true]').length") == 0
+    # A curve tells the value under the pointer.
+    browser.hover("#curve-grid .curve svg")
+    assert "step 1 0" in browser.run("document.querySelector('#curve-grid figcaption').textContent")
+    clean(browser, page)
+
+
+@pytest.mark.report
+def test_a_log_that_was_judged_without_training_says_so(browser: Browser, page: Path) -> None:
+    run = page.parent
+    config = json.loads((run / "config.yaml").read_text(encoding="utf-8"))
+    (run / "config.yaml").write_text(json.dumps(config | {"steps": 0}), encoding="utf-8")
+    for name in ("summary.json", "evaluation_before.json", "evaluation_after.json"):
+        (run / name).unlink()
+    write_page(open_run(run), archive_numbers(run))
+    opened(browser, page)
+    tiles = browser.run("[...document.querySelectorAll('.tile')].map((t) => t.textContent)")
+    # Members 3 + 2 of 3 + 3 rollouts; passes 6 and fails 2 + 2; inert 2 and 2.
+    assert tiles == ["5 of 6trajectories judged", "60.0%rubric passed", "80.0%inert: verdicts unanimous"]
+    assert browser.run("document.getElementById('position').textContent").startswith("batch 1, task 1")
+    clean(browser, page)
+
+
+@pytest.mark.report
+def test_steps_with_more_or_less_than_an_equal_share_are_marked(browser: Browser, page: Path) -> None:
+    opened(browser, page)
+    marks = browser.run(
+        "(() => { const steps = [[2, 3], [4, 1.5], [2, 3]].map(([n, total]) => ({act: 'x', n, a: total / n}));"
+        " const r = {sample: 0, end: 'submitted', reason: 'credited', r: 1, A: 7.5 / 8, steps};"
+        " return [...rollout(r, 0, 3).querySelectorAll('.share')].map((s) => s.textContent); })()"
+    )
+    assert marks == ["▲", "▼", "▲"]  # 3, 1.5 and 3 of 7.5: an equal share is 2.5
+    clean(browser, page)
+
+
+@pytest.mark.report
 def test_keys(browser: Browser, page: Path) -> None:
     opened(browser, page)
     where = "(() => { const d = document.activeElement.dataset; return d.rollout + '/' + d.step; })()"
@@ -184,7 +242,7 @@ def test_widths_and_schemes(browser: Browser, page: Path, width: int, dark: bool
     ink, paper = (sum(map(int, re.findall(r"\d+", c)[:3])) for c in colours)
     assert (paper < 150 < 600 < ink) if dark else (ink < 150 < 600 < paper)
     first = browser.run("document.querySelector('.rollout').getBoundingClientRect().width")
-    assert 0.7 * min(width, 400) < first if width == 400 else first >= 190
+    assert 0.7 * min(width, 400) < first if width == 400 else first >= 140
     keep(browser, f"{width}-{'dark' if dark else 'light'}")
     clean(browser, page)
 

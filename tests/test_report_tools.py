@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import replay as replay_script
 import replay_judge
+import rescore
 from report_fixture import score_reply, write_run
 from report_judge import judge_server
 
@@ -24,11 +25,15 @@ from callbacks.credit.step import StepLevelCredit
 from draco.analysis.audit import read_sheet, write_sheet
 from draco.analysis.judge_replay import criteria_overlap, load_results, replay_calls, replayable, summarise_replay
 from draco.analysis.judgements import read_groups
+from draco.analysis.matching import check_pairs, load_matches, match_criteria
 from draco.analysis.outside import judge_by_labels, read_groups_of
+from draco.analysis.runs import open_run
 from draco.archive import read_calls, read_table, step_folder, write_step
 from draco.arguments import parse
 from draco.errors import ConfigError, JudgeCallError
 from draco.judge.client import JudgeRequest
+from draco.judge.schema import ReplyFault
+from draco.report.curves import all_figures
 from draco.types import Judgement
 
 
@@ -166,6 +171,40 @@ def test_criteria_overlap_pairs_one_to_one() -> None:
     assert criteria_overlap(reference, other) == (1, 2, 3)
 
 
+def test_pairs_of_a_matcher_are_checked() -> None:
+    assert check_pairs({"pairs": [{"a": 1, "b": 2}, {"a": 2, "b": 1}]}, 2, 2) == 2
+    for pairs, fault in (
+        ([{"a": 3, "b": 1}], "a=3: expected a number from 1 to 2"),
+        ([{"a": 1, "b": 0}], "b=0: expected"),
+        ([{"a": 1, "b": 1}, {"a": 2, "b": 1}], "criterion of B is in two pairs"),
+        ([{"a": "1", "b": 1}], "pairs.0.a"),
+        (None, "pairs"),
+    ):
+        with pytest.raises(ReplyFault, match=fault):
+            check_pairs({"pairs": pairs}, 2, 2)
+
+
+def test_what_a_matcher_failed_on_is_in_no_rate(tmp_path: Path) -> None:
+    class Failing:
+        async def call(self, request: JudgeRequest[Any]) -> int:
+            if "good" not in request.messages[1]["content"]:
+                raise JudgeCallError("down")
+            return request.check({"pairs": [{"a": 2, "b": 1}]})[0]  # type: ignore[no-any-return]
+
+    rows = [
+        {"key": "k1", "step": 0, "phase": "merge", "reference": [["good", "x"], ["b", "y"]], "other": [["c", "z"]]},
+        {"key": "k2", "step": 0, "phase": "merge", "reference": [["bad", "x"]], "other": [["c", "z"]]},
+        {"key": "k3", "step": 0, "phase": "propose_rollout", "reference": [], "other": [["c", "z"]]},
+        {"key": "k4", "step": 0, "phase": "score", "reference": [["t", 1]], "other": [["t", 1]]},
+    ]
+    file = tmp_path / "m.jsonl"
+    counts = asyncio.run(match_criteria(rows, Failing(), file))  # type: ignore[arg-type]
+    assert counts == {"asked": 2, "failed": 1, "kept": 0}
+    assert load_matches(file) == {"k1": 1, "k3": 0}
+    found = summarise_replay(rows, "m", 10, load_matches(file))["all"]
+    assert (found["model_recall"], found["model_precision"]) == (1 / 2, 1 / 2)  # k1: 1 of 2 and 1; k3: 0 of 0 and 1
+
+
 def test_replay_needs_one_run(run: Path) -> None:
     with pytest.raises(ConfigError, match="one run folder"):
         replay_judge.main([])
@@ -281,6 +320,17 @@ def test_every_malformed_row_is_named_and_nothing_is_judged(tmp_path: Path) -> N
         read_groups_of(tmp_path / "g.jsonl")
 
 
+def test_the_shape_of_a_file_is_named_where_it_is_unknown_or_incomplete(tmp_path: Path) -> None:
+    unknown = write(tmp_path / "w.jsonl", [{"history": [], "mistake_step": "0"}])
+    with pytest.raises(ConfigError, match=r"no row has a known shape.*line 1 has history, mistake_step"):
+        read_groups_of(unknown)
+    predictions = write(tmp_path / "p.jsonl", [{"query_index": 0, "sample_index": 1, "step_labels": {"2": 1}}])
+    with pytest.raises(ConfigError, match="line 1: field 'messages': expected a list of messages, got NoneType"):
+        read_groups_of(predictions)
+    (tmp_path / "t.json").write_text(json.dumps([{"task_id": 1, "traj": chat("a")}] * 2), encoding="utf-8")
+    assert read_groups_of(tmp_path / "t.json").form == "tau_bench"  # results without a trial number
+
+
 def test_tau_results_of_both_shapes(tmp_path: Path) -> None:
     old = [{"task_id": 0, "trial": t, "reward": float(t), "traj": chat(None, "bye")} for t in (0, 1)]
     (tmp_path / "old.json").write_text(json.dumps(old), encoding="utf-8")
@@ -349,11 +399,61 @@ def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys
         assert {c["phase"] for c in calls} >= {"propose_task", "propose_rollout", "merge", "score"}
         # The same judge again, to the letter: it agrees with itself.
         replay_judge.main([str(out), "--judge", "litellm", *judge])
-    (summary,) = out.glob("judge_replay/*/summary.json")
+        (summary,) = out.glob("judge_replay/*/summary.json")
+        content = json.loads(summary.read_text(encoding="utf-8"))
+        assert (content["all"]["model_recall"], content["matcher"]) == (None, None)
+        # A model says which criteria are the same: one pair a merge, of two criteria on either side.
+        matcher = [a.replace("judge.", "matcher.") for a in judge]
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        assert "matcher: asked 2, kept 0, failed 0" in capsys.readouterr().out
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        assert "matcher: asked 0, kept 2, failed 0" in capsys.readouterr().out
     content = json.loads(summary.read_text(encoding="utf-8"))
+    assert (content["all"]["model_recall"], content["all"]["model_precision"]) == (0.5, 0.5)
     assert content["all"]["agreement"] == 1.0
     assert content["all"]["pairs"] == 12
     assert (content["all"]["recall"], content["all"]["precision"]) == (1.0, 1.0)
+
+
+def test_tasks_that_ran_once_are_no_fault_of_the_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}")} for t in ("a", "a", "b", "c", "d")]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        printed = capsys.readouterr().out
+        assert "5 trajectories in 4 groups; 2 judged, 3 not" in printed
+        assert "3 tasks have one trajectory" in printed
+        assert {c["task_id"] for c in read_calls(out)} == {"a"}  # nobody is asked about what cannot be compared
+        reasons = [r["reason"] for r in read_table(out, "failures").to_pylist()]
+        assert reasons == ["1 member(s) left, a group needs 2"] * 3
+        with pytest.raises(ConfigError, match=r"no task has two usable trajectories \(2 in 2 tasks\)"):
+            judge_trajectories.main(
+                [f"input={write(tmp_path / 'g.jsonl', rows[2:4])}", *judge, f"out={tmp_path / 'n'}"]
+            )
+    assert not (tmp_path / "n").exists()
+
+
+def test_rollouts_are_scored_again_on_a_fixed_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}{s}")} for t in ("a", "b") for s in range(3)]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    fixed = tmp_path / "fixed.yaml"
+    entries = [f"- {{title: 'Is good {i}', description: d, evaluator_instruction: e}}" for i in range(3)]
+    fixed.write_text("criteria:\n" + "\n".join(entries) + "\n", encoding="utf-8")
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}", "batch=1"])
+        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        assert "rescored/fixed: 6 calls" in capsys.readouterr().out
+        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        assert "rescored/fixed: 0 calls" in capsys.readouterr().out  # finished steps are kept
+    verdicts = read_table(out / "rescored" / "fixed", "verdicts").to_pylist()
+    assert len(verdicts) == 6 * 3
+    (figure,) = [f for f in all_figures([open_run(out)]) if f.name == "F4_pass_rate"]
+    (dotted,) = [s for s in figure.panels[0].series if s.dotted]
+    assert dotted.label == "dynamic+step (rollouts re-scored: fixed)"
+    by_hand = [[v["score"] == 1 for v in verdicts if v["step"] == step] for step in (0, 1)]
+    assert dotted.y == tuple(sum(passed) / 9 for passed in by_hand)
 
 
 def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ def simulation(task: str, trial: int, reward: float | None, end: str = "user_sto
     }
 
 
+def test_the_greeting_is_no_turn_of_the_agent(tmp_path: Path) -> None:
+    greeted = simulation("task_000", 0, 1.0)
+    greeted["messages"].insert(0, {"role": "assistant", "content": "Hi!"})
+    assert parse_results(results(tmp_path / "r.json", [greeted], tasks=1), n=1)["turns"] == 2.0
+    greeted["messages"][1] = "text"
+    with pytest.raises(ConfigError, match=r"simulation 0: field 'messages'\[1\]: expected an object, got str"):
+        parse_results(results(tmp_path / "r.json", [greeted], tasks=1), n=1)
+
+
 def results(path: Path, simulations: list[dict[str, Any]], tasks: int = 3) -> Path:
     content = {
         "info": {"git_commit": "abc", "num_trials": 2, "agent_info": {"llm_args": {"api_key": "secret"}}},
@@ -87,6 +96,8 @@ def test_the_command_holds_no_key_and_doubles_the_turns(monkeypatch: pytest.Monk
     assert command[command.index("--max-steps") + 1] == "200"
     assert command[command.index("--retrieval-config") + 1] == "alltools"
     assert "sk-secret" not in " ".join(command)
+    other = tau2_command(TauOptions(domain="airline", retrieval=None), "policy", "x", Path("/x/out"))
+    assert "--retrieval-config" not in other  # tau2 refuses it for a domain without documents
 
 
 @pytest.fixture
@@ -96,9 +107,11 @@ def tau2(tmp_path: Path) -> Path:
     program.write_text(
         f"#!{sys.executable}\nimport json, pathlib, sys\n"
         "if 'bad' in sys.argv: sys.exit('no such model')\n"
+        "status = 3 if 'late' in sys.argv else 0\n"
         "out = pathlib.Path(sys.argv[sys.argv.index('--save-to') + 1])\n"
         "out.mkdir(parents=True)\n"
-        f"(out / 'results.json').write_text(pathlib.Path({str(tmp_path / 'r.json')!r}).read_text())\n",
+        f"(out / 'results.json').write_text(pathlib.Path({str(tmp_path / 'r.json')!r}).read_text())\n"
+        "sys.exit(status)\n",
         encoding="utf-8",
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -125,7 +138,8 @@ def test_evaluate_runs_the_executable(tmp_path: Path, tau2: Path, capsys: pytest
     assert "3 tasks × 2: SR p1 50.0%  p2 33.3%" in printed
     assert "1 infrastructure errors, 1 missing" in printed
     content = json.loads((run / "evaluations" / "tau_banking-base-n2.json").read_text(encoding="utf-8"))
-    assert (content["retrieval"], content["split"], content["tau2"]["git_commit"]) == ("alltools", "tau_banking", "abc")
+    assert (content["retrieval"], content["split"]) == ("alltools", "tau_banking")
+    assert content["tau2"] == {"version": None, "num_trials": 2}  # a commit would be that of the working directory
     with pytest.raises(ConfigError, match="is there already"):
         evaluate.main(arguments)
     evaluate.main([*arguments, f"results={tmp_path / 'r.json'}"])
@@ -139,6 +153,9 @@ def test_evaluate_runs_the_executable(tmp_path: Path, tau2: Path, capsys: pytest
 def test_a_failing_executable_is_quoted(tmp_path: Path, tau2: Path) -> None:
     with pytest.raises(EnvironmentFault, match="no such model"):
         run_tau2(TauOptions(tau2=str(tau2), user="bad"), "m", "http://127.0.0.1:1/v1", tmp_path / "o")
+    with pytest.raises(EnvironmentFault, match=r"status 3 and left partial results in .*results=") as caught:
+        run_tau2(TauOptions(tau2=str(tau2), user="late"), "m", "http://127.0.0.1:1/v1", tmp_path / "late")
+    assert str(tmp_path / "late") in str(caught.value)
     with pytest.raises(ConfigError, match="no executable"):
         run_tau2(TauOptions(tau2=str(tmp_path / "none")), "m", "x", tmp_path / "o")
 
@@ -151,7 +168,7 @@ def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = tmp_path / "python"
+    server = tmp_path / "python-with-vllm"
     server.write_text(
         f"#!{sys.executable}\nimport json, pathlib, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n"
         f"pathlib.Path({str(tmp_path / 'argv.json')!r}).write_text(json.dumps(sys.argv))\n"

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rapidfuzz import fuzz
+
 from draco.analysis.agreement import agreement
+from draco.analysis.matching import written
 from draco.archive import read_calls
 from draco.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.judge.client import JudgeClient, JudgeRequest
@@ -160,15 +163,8 @@ def criteria_overlap(reference: Sequence[Sequence[str]], other: Sequence[Sequenc
     """Criteria of the reference that the other also wrote: (matched, of the reference, of the other).
 
     Two criteria are one where `title: description` are similar by rapidfuzz's token_set_ratio; a matched pair is used
-    once, the most similar first.
-
-    Raises:
-        ConfigError: rapidfuzz is not installed.
+    once, the most similar first. Paraphrases in other words count as two; `draco.analysis.matching` asks a model.
     """
-    try:
-        from rapidfuzz import fuzz
-    except ImportError:
-        raise ConfigError("comparing criteria needs rapidfuzz: pip install 'draco[report]'") from None
     texts = [[f"{title}: {text}".casefold() for title, text in side] for side in (reference, other)]
     ranked = sorted(
         ((fuzz.token_set_ratio(a, b), i, j) for i, a in enumerate(texts[0]) for j, b in enumerate(texts[1])),
@@ -184,33 +180,50 @@ def criteria_overlap(reference: Sequence[Sequence[str]], other: Sequence[Sequenc
     return pairs, len(reference), len(other)
 
 
-def summarise_replay(results: Iterable[Mapping[str, Any]], judge: str, window: int) -> dict[str, Any]:
-    """Agreement of the score calls and overlap of the criteria, over all and by window of training steps."""
+def summarise_replay(
+    results: Iterable[Mapping[str, Any]], judge: str, window: int, matches: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Agreement of the score calls and overlap of the criteria, over all and by window of training steps.
+
+    Args:
+        results: of `load_results`.
+        judge: name of the other judge.
+        window: steps.
+        matches: pairs by call, as a matcher model found them; calls that it lacks are in none of its rates.
+    """
     rows = list(results)
     by_window: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         by_window[row["step"] // window].append(row)
+    found = matches or {}
     return {
         "judge": judge,
         "reference": "the archived judge",
         "window": window,
-        "all": _numbers(rows),
-        "windows": [{"first_step": k * window, **_numbers(by_window[k])} for k in sorted(by_window)],
+        "all": _numbers(rows, found),
+        "windows": [{"first_step": k * window, **_numbers(by_window[k], found)} for k in sorted(by_window)],
     }
 
 
-def _numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _numbers(rows: Sequence[Mapping[str, Any]], matches: Mapping[str, int]) -> dict[str, Any]:
     pairs = [
         (a[1], b[1]) for r in rows if r["phase"] == "score" for a, b in zip(r["reference"], r["other"], strict=True)
     ]
-    matched = written = others = 0
-    for r in rows:
-        if r["phase"] in {"propose_task", "propose_rollout", "merge"}:
-            m, n, o = criteria_overlap(r["reference"], r["other"])
-            matched, written, others = matched + m, written + n, others + o
+    by_text = [criteria_overlap(r["reference"], r["other"]) for r in written(rows)]
+    by_model = [(matches[r["key"]], len(r["reference"]), len(r["other"])) for r in written(rows) if r["key"] in matches]
+    recall, precision = _rates(by_text)
+    model_recall, model_precision = _rates(by_model)
     return {
         "calls": len(rows),
         **agreement(pairs).as_dict(),
-        "recall": matched / written if written else None,
-        "precision": matched / others if others else None,
+        "recall": recall,
+        "precision": precision,
+        "model_recall": model_recall,
+        "model_precision": model_precision,
     }
+
+
+def _rates(overlaps: Sequence[tuple[int, int, int]]) -> tuple[float | None, float | None]:
+    """(matched / of the reference, matched / of the other) of sums."""
+    matched, ours, others = (sum(o[i] for o in overlaps) for i in range(3))
+    return (matched / ours if ours else None, matched / others if others else None)

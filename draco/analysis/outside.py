@@ -21,7 +21,7 @@ from draco.advantage import dropout, rewards
 from draco.errors import ConfigError
 from draco.types import Criterion, Failure, Group, Judgement, Message, Step, Task, Termination, Trajectory, Verdict
 
-__all__ = ["Outside", "judge_by_labels", "read_groups_of"]
+__all__ = ["Outside", "judge_by_labels", "read_groups_of", "too_few"]
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
 _ENDS = {
@@ -119,10 +119,14 @@ def _rows(path: Path) -> tuple[str, list[tuple[str, Any]]]:
                     faults.append(f"line {number}: no JSON: {error}")
         if faults:
             raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]))
-    for form in ("tau_bench", "agent_process_bench"):
-        if rows and isinstance(rows[0][1], dict) and {*_FIELDS[form][1:]} <= rows[0][1].keys():
-            return form, rows
-    return "chat", rows
+    keys = {k for _, row in rows if isinstance(row, dict) for k in row}
+    if rows and not keys & {"task_id", "messages", "traj", "query_index"}:
+        raise ConfigError(
+            f"{path}: no row has a known shape. Expected task_id and messages (chat), task_id, trial and traj "
+            "(τ-bench), simulations (tau2), or query_index, sample_index and messages (AgentProcessBench); "
+            f"{rows[0][0]} has {', '.join(sorted(map(str, keys))[:12]) or 'no fields'}"
+        )
+    return "tau_bench" if "traj" in keys else "agent_process_bench" if "query_index" in keys else "chat", rows
 
 
 def _task_id(form: str, row: Any) -> str:
@@ -244,6 +248,24 @@ def _final_label(row: Mapping[str, Any]) -> int | None:
     return 1 if reward >= 1 else -1
 
 
+def too_few(group: Group) -> Judgement | None:
+    """What becomes of a group with fewer than two usable trajectories: failures, and nobody is asked; None: it has two.
+
+    A log has tasks that ran once. They are no fault of the judge and must not look like one.
+    """
+    live = group.live().trajectories
+    if len(live) >= 2:
+        return None
+    left = {t.sample for t in live}
+    failures = tuple(
+        Failure(t.sample, "group", f"{len(left)} member(s) left, a group needs 2")
+        if t.sample in left
+        else Failure(t.sample, "rollout", str(t.termination))
+        for t in group.trajectories
+    )
+    return Judgement(Group(group.task, (), group.index, group.step), (), (), (), (), failures)
+
+
 def judge_by_labels(outside: Outside) -> Iterator[Judgement]:
     """The published labels as verdicts: one criterion a step position (cites that step), one for the result.
 
@@ -261,13 +283,12 @@ def judge_by_labels(outside: Outside) -> Iterator[Judgement]:
                 f"judge=labels: task {bare[0][0]!r}, trajectory {bare[0][1]} has no step_labels, final_label or reward "
                 f"({len(bare)} of {len(keys)} in its group)"
             )
+        if (none := too_few(group)) is not None:
+            yield none
+            continue
         failures = [
             Failure(t.sample, "rollout", str(t.termination)) for t in group.trajectories if t.termination.quarantined
         ]
-        if len(keys) < 2:
-            failures += [Failure(s, "group", f"{len(keys)} member(s) left, a group needs 2") for _, s in keys]
-            yield Judgement(Group(group.task, (), group.index, group.step), (), (), (), (), tuple(failures))
-            continue
         rows: list[tuple[str, list[Verdict]]] = []
         if any(k in outside.final_labels for k in keys):
             rows.append(("Reaches the right result", [Verdict(outside.final_labels.get(k, 0)) for k in keys]))

@@ -24,7 +24,9 @@ from draco.errors import ConfigError, EnvironmentFault
 from draco.evaluation.metrics import summarise
 from draco.evaluation.records import EvalRecord
 
-__all__ = ["TauOptions", "parse_results", "run_tau2", "served", "tau2_command"]
+__all__ = ["BANKING", "TauOptions", "parse_results", "run_tau2", "served", "tau2_command", "tau2_version"]
+
+BANKING = "banking_knowledge"  #: the domain of τ-bench Banking
 
 _ENDS = {
     "user_stop": "submitted", "agent_stop": "submitted", "max_steps": "turn_limit", "too_many_errors": "gave_up",
@@ -37,7 +39,7 @@ class TauOptions:
     """How tau2 is run."""
 
     tau2: str = "tau2"  #: executable, of its own virtual environment
-    domain: str = "banking_knowledge"
+    domain: str = BANKING
     retrieval: str | None = "alltools"  #: None: a domain without documents
     user: str = "openai/gpt-5.4"  #: litellm's name of the user simulator
     user_api_base: str | None = None
@@ -83,8 +85,26 @@ def run_tau2(options: TauOptions, model: str, api_base: str, save_to: Path) -> P
     file = _results(save_to)
     if done.returncode or file is None:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise EnvironmentFault(f"tau2 ended with status {done.returncode} and {'no ' * (file is None)}results:\n{last}")
+        left = "no results" if file is None else f"partial results in {file} (results= counts them, the rest as failed)"
+        raise EnvironmentFault(f"tau2 ended with status {done.returncode} and left {left}:\n{last}")
     return file
+
+
+def tau2_version(executable: str) -> str | None:
+    """Name and version of the distribution that an executable belongs to; None where its environment does not say.
+
+    Results hold a commit only, and it is that of the working directory, whatever project lies there.
+    """
+    found = shutil.which(executable)
+    python = Path(found).resolve().parent / "python" if found else None
+    if python is None or not python.is_file():
+        return None
+    code = (
+        "from importlib.metadata import packages_distributions as p, version as v\n"
+        "print(*sorted(n + ' ' + v(n) for n in set(p().get('tau2', ()))), sep=', ')"
+    )
+    done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def _results(save_to: Path) -> Path | None:
@@ -142,7 +162,7 @@ def parse_results(
         "cost_usd": None if None in cost or not n else sum(c for c in cost if c is not None) / n,
         "agent_cost_usd": cost[0],
         "user_cost_usd": cost[1],
-        "tau2": {k: info.get(k) for k in ("git_commit", "version", "num_trials", "max_steps", "seed") if k in info},
+        "tau2": {k: info[k] for k in ("version", "num_trials", "max_steps", "seed") if k in info},
         "records": [r.as_dict() for r in records],
     }
 
@@ -155,10 +175,13 @@ def _record(simulation: Any, where: str, usage: Mapping[str, list[int]]) -> Eval
     if reward is not None and not isinstance(reward, int | float):
         raise ConfigError(f"{where}: field 'reward_info.reward': expected a number, got {reward!r}")
     turns = written = 0
-    for message in simulation.get("messages") or ():
-        who = {"assistant": "agent", "user": "user"}.get(message.get("role"))
+    messages = simulation.get("messages") or ()
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"{where}: field 'messages'[{i}]: expected an object, got {type(message).__name__}")
+        who = {"assistant": "agent", "user": "user"}.get(str(message.get("role")))
         spent = message.get("usage") or {}
-        if who == "agent":
+        if who == "agent" and (i or spent):  # tau2 itself says the greeting that opens a conversation
             turns += 1
             written += int(spent.get("completion_tokens") or 0)
         if who:

@@ -18,6 +18,8 @@ __all__ = ["all_figures", "over_seeds"]
 _ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform"]
 _PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
 _PANELS = 12  #: criteria shown in F10
+_USUAL = "submitted"  #: how a rollout should end
+_SMOOTH = 5  #: steps of the moving average that F4 and F7 draw of a run of at least four times as many
 
 
 def all_figures(
@@ -92,7 +94,7 @@ def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: S
                 missing.append(name)
             elif cost and success:
                 series.append(Series(name, (cost.mean,), (success.mean,)))
-        gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN to scripts/evaluate.py"
+        gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN here or to scripts/evaluate.py"
         title = split + (f" (no cost: {', '.join(missing)})" if series and missing else "")
         panels.append(Panel(title, tuple(series), "scatter", gap=gap))
     return Figure("F2_success_cost", "F2 · Success against the cost of evaluation", "USD for one run of every task",
@@ -100,18 +102,22 @@ def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: S
 
 
 def _terminations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
-    panels = []
+    panels, worst = [], 0.0
     for setting, cell in cells.items():
         counts: dict[int, Counter[str]] = defaultdict(Counter)
         for run in cell:
             for s in numbers[run.path]:
                 counts[s.step + 1].update(s.terminations)
-        kinds = [k for k, _ in sum(counts.values(), Counter()).most_common()]
+        # The usual end on top: what goes wrong stands on the axis, where it can be read.
+        kinds = sorted(sum(counts.values(), Counter()), key=lambda k: (k == _USUAL, k))
         xs = sorted(s for s in counts if counts[s].total())
+        worst = max([worst, *(1 - counts[x][_USUAL] / counts[x].total() for x in xs)])
         series = [Series(k, tuple(map(float, xs)), tuple(counts[x][k] / counts[x].total() for x in xs)) for k in kinds]
         panels.append(Panel(setting, tuple(series), "stack", gap="" if xs else "no archived step"))
+    end = 1.0 if not worst else next(m for m in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if 1.1 * worst <= m or m == 1.0)
+    note = "" if end == 1 else f"The axis ends at {end:.0%}: all other rollouts {_USUAL}."
     return Figure("F3_terminations", "F3 · How training rollouts end", "training step", "share of rollouts",
-                  tuple(panels) or (_nothing("no run"),))  # fmt: skip
+                  tuple(panels) or (_nothing("no run"),), note=note, y_max=end)  # fmt: skip
 
 
 def _pass_rate(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], note: str) -> Figure:
@@ -129,11 +135,20 @@ def _pass_rate(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepN
                 series.append(Series(label, tuple(curve), tuple(curve.values()), dotted=True, colour=setting))
                 rescored = True
     said = [note] if note else []
+    smooth, how = _smoothing(series)
+    said += [how] if how else []
     said += [f"No rubric: {', '.join(without)}."] if without else []
     said += [] if rescored else ["No run was re-scored on a static set (scripts/rescore.py RUN --rubric static)."]
     panel = Panel("", tuple(series), gap="" if series else "no run with a rubric")
     return Figure("F4_pass_rate", "F4 · Pass rate of the training rubric", "training step",
-                  "passes / (passes + fails)", (panel,), note=" ".join(said))  # fmt: skip
+                  "passes / (passes + fails)", (panel,), note=" ".join(said), smooth=smooth)  # fmt: skip
+
+
+def _smoothing(series: Sequence[Series]) -> tuple[int, str]:
+    """Width of the moving average to draw, and what to say of it."""
+    if max((len(s.x) for s in series), default=0) < 4 * _SMOOTH:
+        return 1, ""
+    return _SMOOTH, f"Drawn: moving averages over {_SMOOTH} steps; the CSV has every step."
 
 
 def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
@@ -185,8 +200,9 @@ def _train_success(cells: Mapping[str, list[Run]], note: str) -> Figure:
             series.append(over_seeds(setting, [c for c in curves if c]))
     panel = Panel("", tuple(series), gap="" if series else "no train_success.csv: the environment has no evaluator")
     title = "F7 · Success on training tasks (after the fact; never a reward)"
-    return Figure("F7_train_success", title, "training step",
-                  "share of rollouts", (panel,), note=note)  # fmt: skip
+    smooth, how = _smoothing(series)
+    return Figure("F7_train_success", title, "training step", "share of rollouts", (panel,),
+                  note=" ".join(t for t in (note, how) if t), smooth=smooth)  # fmt: skip
 
 
 def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
@@ -216,8 +232,8 @@ def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[Step
     bars = tuple(Series(p, xs, tuple(v or 0.0 for v in usd[p])) for p in phases if not gap)
     amounts = tuple(Series(p, xs, tuple(tokens[p])) for p in phases)
     panels = (
-        Panel("USD a run", bars, "bar", ticks, gap),
-        Panel("million tokens a run", amounts, "bar", ticks),
+        Panel("USD a run", bars, "pile", ticks, gap),
+        Panel("million tokens a run", amounts, "pile", ticks),
         Panel("TGC (y) against USD a run (x)", () if gap else tuple(points), "scatter", gap=gap),
     )
     return Figure("F8_judge_cost", "F8 · What judging costs, by phase, and against success", "", "", panels, False)
@@ -232,7 +248,8 @@ def _judge_replay(runs: Sequence[Run]) -> Figure:
             names = (("agreement", "agreement"), ("all_pass_baseline", "all-pass baseline"),
                      ("false_pass", "false pass"),
                      ("false_fail", "false fail"), ("recall", "criteria recall"),
-                     ("precision", "criteria precision"))  # fmt: skip
+                     ("precision", "criteria precision"), ("model_recall", "criteria recall, by a model"),
+                     ("model_precision", "criteria precision, by a model"))  # fmt: skip
             series = []
             for key, label in names:
                 points = [(float(r["first_step"] + 1), r[key]) for r in rows if r.get(key) is not None]

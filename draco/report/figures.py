@@ -11,19 +11,31 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from draco.errors import ConfigError
 
-__all__ = ["Figure", "Panel", "Series", "write_figure"]
+__all__ = ["Figure", "Panel", "Series", "require_matplotlib", "write_figure"]
 
 #: Okabe–Ito: distinguishable with any colour vision, and in print
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
-_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform",
-          "base",
-          "propose_task", "propose_rollout", "merge", "score", "attribute"]  # fmt: skip
+#: what has one colour in every figure; also the order of legends. One hue a rubric, the darker one for step credit
+COLOURS = {
+    "static+uniform": "#56B4E9", "static+step": "#0072B2", "dynamic+uniform": "#E69F00", "dynamic+step": "#D55E00",
+    "outcome+uniform": "#009E73", "random+uniform": "#CC79A7", "base": "#000000",
+    "propose_task": "#56B4E9", "propose_rollout": "#0072B2", "merge": "#009E73", "score": "#E69F00",
+    "attribute": "#D55E00",
+    "length_limit": "#0072B2", "turn_limit": "#56B4E9", "no_action": "#D55E00", "gave_up": "#E69F00",
+    "deadline": "#CC79A7", "environment_error": "#000000", "engine_error": "#009E73", "submitted": "#DCDFE3",
+    "agreement": "#0072B2", "all-pass baseline": "#8A8F96", "false pass": "#D55E00", "false fail": "#E69F00",
+    "criteria recall": "#009E73", "criteria precision": "#CC79A7", "criteria recall, by a model": "#00563F",
+    "criteria precision, by a model": "#8A3A66", "pass rate": "#0072B2",
+}  # fmt: skip
+_ORDER = list(COLOURS)
+_SOFT = "#5b626b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +57,7 @@ class Panel:
 
     title: str
     series: tuple[Series, ...]
-    kind: str = "line"  #: line | stack (areas) | scatter | bar (grouped by series)
+    kind: str = "line"  #: line | stack (areas) | scatter | bar (grouped by series) | pile (bars on each other)
     ticks: tuple[str, ...] = ()  #: names of the x values 0, 1, … of a bar panel
     gap: str = ""  #: why nothing is drawn
 
@@ -61,10 +73,22 @@ class Figure:
     panels: tuple[Panel, ...]
     percent: bool = True  #: y is a share
     note: str = ""
+    smooth: int = 1  #: lines are drawn as moving averages over so many steps; the numbers stay as they are
+    y_max: float = 1.0  #: end of the axis of a stack
 
 
-def write_figure(figure: Figure, folder: Path) -> None:
-    """NAME.csv, NAME.svg and NAME.png.
+def require_matplotlib() -> None:
+    """Find out whether figures can be drawn before anything else is done.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("figures need matplotlib: pip install 'draco[report]'")
+
+
+def write_figure(figure: Figure, folder: Path, *, png: bool = True) -> None:
+    """NAME.csv, NAME.svg and, where it is wanted, NAME.png.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -82,14 +106,14 @@ def write_figure(figure: Figure, folder: Path) -> None:
     drawn = _draw(figure)
     # Without dates, so that the same numbers give the same file.
     drawn.savefig(folder / f"{figure.name}.svg", metadata={"Date": None})
-    drawn.savefig(folder / f"{figure.name}.png", dpi=150)
+    if png:
+        drawn.savefig(folder / f"{figure.name}.png", dpi=150)
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("figures need matplotlib: pip install 'draco[report]'") from None
+    require_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     matplotlib.rcParams.update({
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
@@ -103,41 +127,68 @@ def _pyplot() -> Any:
 def _draw(figure: Figure) -> Any:
     make = _pyplot()
     count = max(len(figure.panels), 1)
-    columns = min(count, 3)
+    columns = min(count, 4 if count > 6 else 3)
     rows = -(-count // columns)
-    width = {1: 7.5, 2: 10.5, 3: 13.5}[columns]
-    drawn = make(figsize=(width, 1.2 + 3.1 * rows), layout="constrained")
-    axes = drawn.subplots(rows, columns, squeeze=False).flatten()
-    drawn.suptitle(figure.title, fontsize=12, fontweight="bold")
-    keys = sorted({s.colour or s.label for p in figure.panels for s in p.series}, key=_rank)
-    colours = {key: PALETTE[i % len(PALETTE)] for i, key in enumerate(keys)}
+    filled = [not p.gap and any(s.x for s in p.series) for p in figure.panels]
+    width = {1: 8.0, 2: 10.5, 3: 13.0, 4: 13.5}[columns]
+    height = (2.4 if rows > 1 else 3.6) * rows if any(filled) else 1.0
+    drawn = make(figsize=(width, 1.1 + height), layout="constrained")
+    ratios = [1.0 if f else 0.5 for f in filled] if rows == 1 and any(filled) else None
+    grid = drawn.subplots(rows, columns, squeeze=False, width_ratios=ratios, sharex=rows > 1, sharey=rows > 1)
+    axes = grid.flatten()
+    drawn.suptitle(figure.title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    colours = _colours({s.colour or s.label for p in figure.panels for s in p.series})
+    # Lines are named at their ends, beside the last panel of a row, rather than in a legend.
+    named = rows == 1 and {p.kind for p in figure.panels} == {"line"} and filled[-1]
+    everyone = {s.label for p in figure.panels for s in p.series}
+    named = named and everyone == {s.label for s in figure.panels[-1].series}
     shared: dict[str, Any] = {}
-    for axis, panel in zip(axes, figure.panels, strict=False):
-        axis.set_title("\n".join(textwrap.wrap(panel.title, 44)), fontsize=10)
-        if panel.gap or not any(s.x for s in panel.series):
-            _gap(axis, panel.gap or "nothing was recorded")
+    for i, (axis, panel) in enumerate(zip(axes, figure.panels, strict=False)):
+        axis.set_title("\n".join(textwrap.wrap(panel.title, 44, break_on_hyphens=False)), fontsize=10)
+        if not filled[i]:
+            _gap(axis, panel.gap or "nothing was recorded", 40 if ratios is None else 24)
             continue
-        _PLOTS[panel.kind](axis, panel, colours)
-        axis.set_xlabel(figure.x_label)
-        axis.set_ylabel(figure.y_label)
-        if figure.percent:
-            axis.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f}%")
+        _PLOTS[panel.kind](axis, panel, colours, figure)
+        # Where panels share their axes, the outer ones alone are labelled.
+        below = rows == 1 or i + columns >= count
+        axis.tick_params(labelbottom=below)
+        axis.set_xlabel(figure.x_label if below else "")
+        axis.set_ylabel(figure.y_label if rows == 1 or i % columns == 0 else "")
+        if figure.percent or panel.kind == "scatter":
+            axis.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.3g}%")
             if panel.kind in ("line", "stack"):
-                axis.set_ylim(0, 1.02 if panel.kind == "line" else 1)
+                axis.set_ylim(0, 1.02 if panel.kind == "line" else figure.y_max)
+        if named and i == count - 1:
+            _name_ends(axis, panel, colours, figure.smooth)
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             shared.setdefault(label, handle)
-    for axis in axes[len(figure.panels) :]:
+    for axis in axes[count:]:
         axis.set_axis_off()
     note = "\n".join(textwrap.wrap(figure.note, int(width * 13)))
     labels = sorted(shared, key=_rank)
-    if len(labels) > 1 or (labels and figure.panels[0].kind != "scatter" and len(figure.panels) == 1):
+    if (len(labels) > 1 and not named) or (labels and figure.panels[0].kind in ("bar", "stack")):
         handles = [shared[k] for k in labels]
-        columns = max(1, min(len(labels), int(width * 10 / (max(map(len, labels)) + 7))))
-        place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns}
-        drawn.legend(handles, labels, title=note or None, title_fontsize=8, **place)
+        fits = max(1, int(width * 10 / (max(map(len, labels)) + 7)))
+        lines = -(-len(labels) // fits)
+        place: dict[str, Any] = {"loc": "outside lower center", "ncols": -(-len(labels) // lines)}
+        legend = drawn.legend(handles, labels, title=note or None, title_fontsize=8, **place)
+        legend.get_title().set(color=_SOFT, multialignment="center")
     elif note:
-        drawn.supxlabel(note, fontsize=8, color="#555555")
+        drawn.supxlabel(note, fontsize=8, color=_SOFT)
     return drawn
+
+
+def _colours(keys: set[str]) -> dict[str, str]:
+    """Colour by key, in the order of legends: the fixed ones, and what is left of the palette for others."""
+    ordered = sorted(keys, key=_rank)
+    used = {COLOURS[k] for k in ordered if k in COLOURS}
+    free = [c for c in PALETTE if c not in used] or list(PALETTE)
+    others = [k for k in ordered if k not in COLOURS]
+    return {k: COLOURS[k] if k in COLOURS else free[others.index(k) % len(free)] for k in ordered}
+
+
+def _marker(key: str, colours: dict[str, str]) -> str:
+    return MARKERS[list(colours).index(key) % len(MARKERS)]
 
 
 def _rank(key: str) -> tuple[int, str]:
@@ -145,12 +196,10 @@ def _rank(key: str) -> tuple[int, str]:
     return (_ORDER.index(name) if name in _ORDER else len(_ORDER), key)
 
 
-def _gap(axis: Any, text: str) -> None:
-    axis.text(0.5, 0.5, "no data:\n" + "\n".join(textwrap.wrap(text, 40)), ha="center", va="center", color="#777777",
+def _gap(axis: Any, text: str, width: int) -> None:
+    axis.text(0.5, 0.5, "no data:\n" + "\n".join(textwrap.wrap(text, width)), ha="center", va="center", color=_SOFT,
               transform=axis.transAxes)  # fmt: skip
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.grid(False)
+    axis.set_axis_off()
 
 
 def _broken(x: Sequence[float], y: Sequence[float], spacing: float) -> tuple[list[float], list[float]]:
@@ -165,46 +214,115 @@ def _broken(x: Sequence[float], y: Sequence[float], spacing: float) -> tuple[lis
     return xs, ys
 
 
-def _line(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
+def _smoothed(x: Sequence[float], y: Sequence[float], width: int) -> list[float]:
+    """Mean over the points at most (width − 1) / 2 away: only points that are there, none across a gap that wide."""
+    reach = (width - 1) / 2
+    near = ([v for a, v in zip(x, y, strict=True) if abs(a - b) <= reach] for b in x)
+    return [sum(values) / len(values) for values in near]
+
+
+def _apart(values: Sequence[float], least: float, high: float) -> list[float]:
+    """Ascending values, moved as little as it takes to be `least` apart and to end at `high` at most."""
+    moved: list[float] = []
+    for v in values:
+        moved.append(max(v, moved[-1] + least) if moved else v)
+    for i in reversed(range(len(moved))):
+        moved[i] = min(moved[i], high - least * (len(moved) - 1 - i))
+    return moved
+
+
+def _name_ends(axis: Any, panel: Panel, colours: dict[str, str], smooth: int) -> None:
+    """Names at the right end of their lines, instead of a legend."""
+    ends = sorted(((_smoothed(s.x, s.y, smooth)[-1], s) for s in panel.series if s.x), key=lambda e: e[0])
+    low, high = axis.get_ylim()
+    texts = ["\n".join(textwrap.wrap(s.label, 30, break_on_hyphens=False)) for _, s in ends]
+    gap = 0.062 * (high - low) * max(t.count("\n") + 1 for t in texts)
+    for (_, s), text, y in zip(ends, texts, _apart([y for y, _ in ends], gap, high - gap / 2), strict=True):
+        axis.annotate(text, (1.015, y), xycoords=axis.get_yaxis_transform(), color=colours[s.colour or s.label],
+                      va="center", fontsize=9, fontweight="bold", annotation_clip=False)  # fmt: skip
+
+
+def _line(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
     gaps = [b - a for s in panel.series for a, b in zip(s.x, s.x[1:], strict=False)]
     spacing = min(gaps, default=1.0)
     for s in panel.series:
-        colour = colours[s.colour or s.label]
-        sparse = len(s.x) <= 12
-        axis.plot(*_broken(s.x, s.y, spacing), ":" if s.dotted else "-", label=s.label, color=colour, linewidth=1.8,
-                  marker=MARKERS[list(colours).index(s.colour or s.label) % len(MARKERS)] if sparse else None,
-                  markersize=5)  # fmt: skip
-        if s.low:
-            axis.fill_between(s.x, s.low, s.high, color=colour, alpha=0.15, linewidth=0)
-    if all(float(x).is_integer() for s in panel.series for x in s.x):
+        key = s.colour or s.label
+        y, low, high = (_smoothed(s.x, v, figure.smooth) if v else [] for v in (s.y, s.low, s.high))
+        axis.plot(*_broken(s.x, y, spacing), ":" if s.dotted else "-", label=s.label, color=colours[key], linewidth=1.9,
+                  marker=_marker(key, colours) if len(s.x) <= 12 else None, markersize=5)  # fmt: skip
+        if low:
+            axis.fill_between(s.x, low, high, color=colours[key], alpha=0.14, linewidth=0)
+    _whole_steps(axis, panel)
+    axis.margins(x=0.02)
+
+
+def _whole_steps(axis: Any, panel: Panel) -> None:
+    xs = {x for s in panel.series for x in s.x}
+    if all(float(x).is_integer() for x in xs):
         axis.xaxis.get_major_locator().set_params(integer=True)
+    if len(xs) == 1:
+        axis.set_xlim(min(xs) - 1, min(xs) + 1)
 
 
-def _stack(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
+def _stack(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
     axis.stackplot(
         panel.series[0].x, [s.y for s in panel.series], labels=[s.label for s in panel.series],
-        colors=[colours[s.colour or s.label] for s in panel.series], alpha=0.85,
+        colors=[colours[s.colour or s.label] for s in panel.series],
     )  # fmt: skip
     axis.margins(x=0)
+    axis.grid(False)
+    _whole_steps(axis, panel)
 
 
-def _scatter(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
-    for i, s in enumerate(panel.series):
-        axis.scatter(s.x, s.y, label=s.label, color=colours[s.colour or s.label], s=55,
-                     marker=MARKERS[list(colours).index(s.colour or s.label) % len(MARKERS)])  # fmt: skip
-        for x, y in zip(s.x, s.y, strict=True):
-            axis.annotate(s.label, (x, y), xytext=(6, 4 if i % 2 == 0 else -11), textcoords="offset points", fontsize=8)
-    axis.margins(0.18)
+def _scatter(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
+    axis.margins(0.2)
+    points = [(s, x, y) for s in panel.series for x, y in zip(s.x, s.y, strict=True)]
+    for s, x, y in points:
+        key = s.colour or s.label
+        axis.scatter(x, y, color=colours[key], s=55, marker=_marker(key, colours), zorder=3)
+    taken: list[tuple[float, float, float]] = []  # left, right and height of labels, in points
+    for s, x, y in points:
+        at = axis.transData.transform((x, y)) * 72 / axis.figure.dpi
+        long = 5.0 * len(s.label)
+        for side, up in ((1, -3), (-1, -3), (1, 8), (1, -14), (-1, 8), (-1, -14), (1, 19), (1, -25), (1, 30)):
+            left = at[0] + (8 if side > 0 else -8 - long)
+            if all(left + long < a or left > b or abs(at[1] + up - h) > 10 for a, b, h in taken):
+                break
+        taken.append((left, left + long, at[1] + up))
+        axis.annotate(s.label, (x, y), xytext=(8 * side, up), textcoords="offset points", fontsize=8,
+                      ha="left" if side > 0 else "right", color=colours[s.colour or s.label])  # fmt: skip
 
 
-def _bar(axis: Any, panel: Panel, colours: dict[str, str]) -> None:
+def _ticks(axis: Any, panel: Panel) -> None:
+    slanted = max(map(len, panel.ticks)) > 6
+    axis.set_xticks(
+        range(len(panel.ticks)), panel.ticks, rotation=25 if slanted else 0, ha="right" if slanted else "center"
+    )
+    axis.grid(False, axis="x")
+
+
+def _bar(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
     width = 0.8 / len(panel.series)
     for i, s in enumerate(panel.series):
         axis.bar([x + (i - (len(panel.series) - 1) / 2) * width for x in s.x], s.y, width, label=s.label,
                  color=colours[s.colour or s.label])  # fmt: skip
-    axis.set_xticks(
-        range(len(panel.ticks)), panel.ticks, rotation=30 if max(map(len, panel.ticks)) > 6 else 0, ha="right"
-    )
+    _ticks(axis, panel)
+    # Without the empty end of a long tail.
+    last = max((x for s in panel.series for x, y in zip(s.x, s.y, strict=True) if y >= 0.0005), default=0.0)
+    axis.set_xlim(-0.6, last + 0.6)
 
 
-_PLOTS = {"line": _line, "stack": _stack, "scatter": _scatter, "bar": _bar}
+def _pile(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
+    bottom = [0.0] * len(panel.ticks)
+    for s in panel.series:
+        axis.bar(s.x, s.y, 0.62, bottom=[bottom[int(x)] for x in s.x], label=s.label,
+                 color=colours[s.colour or s.label])  # fmt: skip
+        for x, y in zip(s.x, s.y, strict=True):
+            bottom[int(x)] += y
+    for x, total in enumerate(bottom):
+        axis.annotate(f"{total:.3g}", (x, total), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9)
+    _ticks(axis, panel)
+    axis.margins(y=0.1)
+
+
+_PLOTS = {"line": _line, "stack": _stack, "scatter": _scatter, "bar": _bar, "pile": _pile}

@@ -17,7 +17,7 @@ from typing import Any
 
 from draco import durable
 from draco.analysis.runs import Run
-from draco.analysis.series import StepNumbers
+from draco.analysis.series import StepNumbers, total
 from draco.archive import read_calls, read_table
 from draco.report.pieces import TokenPieces
 
@@ -63,6 +63,8 @@ def render_page(run: Run, numbers: Sequence[StepNumbers], *, max_mb: float, max_
     index = {
         "name": run.path.name,
         "setting": run.setting,
+        "unit": "training step" if run.config.get("steps") else "batch",
+        "tiles": _tiles(run) or _counted_tiles(numbers),
         "summary": _summary(run),
         "evaluations": _evaluations(run),
         "curves": _curves(run, numbers),
@@ -103,6 +105,46 @@ def _summary(run: Run) -> list[tuple[str, str]]:
                 (key, "not measured" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
             )
     return shown
+
+
+def _tiles(run: Run) -> list[tuple[str, str]]:
+    """The few figures of a run that a reader wants first: (value, name); what was not measured is left out."""
+    get = run.summary.get
+
+    def known(key: str) -> bool:
+        return isinstance(get(key), int | float)
+
+    def share(key: str) -> str:
+        return f"{100 * float(run.summary[key]):.1f}%" if known(key) else "–"
+
+    tiles = []
+    for name, one in (("tasks solved (TGC)", "success"), ("scenarios solved (SGC)", "sgc")):
+        if known(f"final_{one}"):
+            tiles.append((f"{share(f'base_{one}')} → {share(f'final_{one}')}", f"{name}, before → after"))
+    if known("rubric_pass_rate"):
+        tiles.append((share("rubric_pass_rate"), "rubric passed, mean over training"))
+    if known("inert_share"):
+        tiles.append((share("inert_share"), "inert: verdicts unanimous"))
+    if known("judge_calls"):
+        cost = get("judge_cost_usd")
+        bill = "price unknown" if cost is None else "free" if cost == 0 else f"${cost:.2f}"
+        tiles.append((f"{get('judge_calls'):,}", f"judge calls, {bill}"))
+    if known("steps"):
+        tiles.append((f"{get('steps'):,}", "training steps"))
+    return tiles
+
+
+def _counted_tiles(numbers: Sequence[StepNumbers]) -> list[tuple[str, str]]:
+    """The same of trajectories that were judged without a run: counted from the archive."""
+    judged, rollouts = sum(n.members for n in numbers), sum(n.rollouts for n in numbers)
+    tiles = [(f"{judged:,} of {rollouts:,}", "trajectories judged")] if rollouts else []
+    if (rate := total(n.verdicts for n in numbers).pass_rate) is not None:
+        tiles.append((f"{100 * rate:.1f}%", "rubric passed"))
+    known = [n for n in numbers if n.inert is not None and n.members]
+    if known:
+        share = sum(n.inert or 0 for n in known) / sum(n.members for n in known)
+        tiles.append((f"{100 * share:.1f}%", "inert: verdicts unanimous"))
+    return tiles
 
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:

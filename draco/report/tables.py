@@ -168,6 +168,8 @@ def _difficulty(runs: Sequence[Run]) -> Table:
         finals = _finals(runs, split)
         for key, label in (("tgc_by_difficulty", "TGC"), ("sgc_by_difficulty", "SGC")):
             levels = sorted({level for e in finals for level in (e.content.get(key) or {})})
+            if len(levels) < 2:
+                continue  # an environment without difficulties has one level
             readers += [(f"{split} {label} level {level}", split, at(key, level)) for level in levels]
     rows = _rows(runs, readers)
     if not readers:
@@ -225,14 +227,14 @@ def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
         notes.append(
             "No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too)."
         )
-    forms = {"turns": "{:.1f}", columns[5]: "{:.2f}", columns[6]: "{:.4f}"}
+    forms = {"turns": "{:.1f}", columns[5]: "{:.4g}", columns[6]: "{:.3g}"}
     return Table(name, title, columns, tuple(rows), notes=tuple(notes), forms=forms)
 
 
 def _differences(runs: Sequence[Run]) -> Table:
     """Beyond the paper: every setting against the first, on the same tasks."""
     name, title = "T9_differences", "T9 · Differences on the same tasks, with 95% paired-bootstrap intervals"
-    columns = ("split", "setting", "against", "difference in TGC", "low", "high", "tasks")
+    columns = ("split", "setting", "against", "difference in TGC (points)", "low", "high", "tasks")
     rows: list[tuple[Cell, ...]] = []
     notes = ["Tasks are drawn with replacement, both settings together (10,000 draws); success is averaged over seeds, "
              "checkpoints and runs of a task first."]  # fmt: skip
@@ -244,12 +246,12 @@ def _differences(runs: Sequence[Run]) -> Table:
         for i, one in enumerate(names):
             for other in names[i + 1 :]:
                 d = paired_bootstrap(means[one], means[other])
-                rows.append((split, other, one, d.mean, d.low, d.high, float(d.tasks)))
+                rows.append((split, other, one, *(100 * v for v in (d.mean, d.low, d.high)), float(d.tasks)))
                 if d.only_one:
                     notes.append(f"{split}, {other} against {one}: {d.only_one} tasks are in one of them only.")
     if not rows:
         return Table(name, title, columns, (), notes=("Fewer than two settings are there.",))
-    return Table(name, title, columns, tuple(rows), "{:+.1%}", tuple(notes), {"tasks": "{:.0f}"})
+    return Table(name, title, columns, tuple(rows), "{:+.1f}", tuple(notes), {"tasks": "{:.0f}"})
 
 
 def _pooled(evaluations: Sequence[Evaluation]) -> dict[str, float]:
@@ -272,18 +274,32 @@ def _plus_minus(spread: Spread | None, scale: float = 100.0) -> str | None:
 
 
 def _counts(runs: Sequence[Run]) -> list[str]:
-    counted = []
+    """What stands behind the rows, settings with the same said once; faults of each; how a τ-bench was run."""
+    same: dict[str, list[str]] = {}
+    said: list[str] = []
+    tau: dict[str, None] = {}
     for setting, cell in _by_setting(runs).items():
         for split in _splits(cell):
             finals = _finals(cell, split)
-            faults = sum(int(e.content.get("quarantined") or 0) for e in finals)
-            unknown = sum(int(e.content.get("unevaluated") or 0) for e in finals)
-            seeds = len({r.seed for r in cell})
-            text = f"{setting}, {split}: {seeds} seed(s), {len(finals)} checkpoint(s), n = {finals[0].n}"
-            text += f", {faults} faulted rollouts (failed)" if faults else ""
-            text += f", {unknown} rollouts whose evaluator failed (left out)" if unknown else ""
-            counted.append(text + ".")
-    return counted
+            seeds, checkpoints = len({r.seed for r in cell}), len(finals)
+            kinds = f"{seeds} seed{'s' * (seeds > 1)}, {checkpoints} checkpoint{'s' * (checkpoints > 1)} in all"
+            same.setdefault(f"{split}: {kinds}, n = {finals[0].n}", []).append(setting)
+            if faults := sum(int(e.content.get("quarantined") or 0) for e in finals):
+                said.append(f"{setting}, {split}: {faults} faulted rollouts (failed).")
+            if unknown := sum(int(e.content.get("unevaluated") or 0) for e in finals):
+                said.append(f"{setting}, {split}: {unknown} rollouts whose evaluator failed (left out).")
+            tau |= {_tau_setup(e): None for e in finals if "tau2" in e.content}
+    return [*(f"{text} ({', '.join(who)})." for text, who in same.items()), *said, *tau]
+
+
+def _tau_setup(e: Evaluation) -> str:
+    """tau2's version and retrieval, without which its scores compare with nothing."""
+    version = (e.content.get("tau2") or {}).get("version") or "tau2 of unknown version"
+    retrieval = e.content.get("retrieval") or "none"
+    return (
+        f"{e.split}: {version}, retrieval {retrieval}, user simulator {e.content.get('user')}, at most "
+        f"{e.content.get('max_turns')} agent turns; infrastructure errors and missing simulations are failures."
+    )
 
 
 def _gaps(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:

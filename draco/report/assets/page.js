@@ -46,6 +46,7 @@ async function start() {
   summary(index);
   curves(index.curves);
   const steps = byId("step");
+  byId("unit").textContent = index.unit === "batch" ? "Batch" : "Step";
   index.steps.forEach((s, i) => steps.append(el("option", { value: i }, `${s.step + 1}`)));
   if (!index.steps.length) { byId("credit").replaceChildren(el("h2", {}, "Where credit went"), el("p", {}, "No step was archived.")); return; }
   steps.addEventListener("change", () => go(Number(steps.value), 0));
@@ -55,7 +56,7 @@ async function start() {
   byId("group-back").addEventListener("click", () => go(state.at, state.group - 1));
   byId("group-on").addEventListener("click", () => go(state.at, state.group + 1));
   document.addEventListener("keydown", (e) => keys(e));
-  await go(0, 0);
+  await go(0, Math.max(0, index.steps[0].groups.findIndex((g) => g.moved))); // one in which credit moved, if any
 }
 
 async function go(at, group) {
@@ -72,7 +73,7 @@ async function go(at, group) {
   Object.assign(state, { at, group, block, rollout: 0, step: 0, open: false, tokens: false });
   byId("step").value = at;
   names.value = group;
-  byId("position").textContent = `training step ${steps[at].step + 1}, task ${group + 1} of ${groups.length}`;
+  byId("position").textContent = `${state.index.unit} ${steps[at].step + 1}, task ${group + 1} of ${groups.length}`;
   show();
 }
 
@@ -95,17 +96,20 @@ function rollout(r, i, most) {
   const lost = r.A === null;
   const column = el("div", { class: "rollout", role: "group", "aria-label": `rollout ${r.sample + 1}` },
     el("h4", {}, `Rollout ${r.sample + 1}`),
-    el("div", { class: "figures" }, lost ? "not in the group" : `R = ${num(r.r)}  A = ${signed(r.A)}`),
+    el("div", { class: "figures" }, lost ? "not in the group" : [el("span", {}, `R = ${num(r.r)}`), " ", el("span", {}, `A = ${signed(r.A)}`)]),
     el("div", { class: "soft" }, `ended: ${r.end}` + (r.reason ? ` · ${r.reason}` : "") + (r.flat ? " · no signal" : "")),
     r.lost || r.error ? el("div", { class: "lost" }, r.lost || r.error) : null);
+  const even = r.A === null ? 0 : r.A * r.steps.reduce((sum, x) => sum + x.n, 0) / r.steps.length;
   totals(r).forEach((total, j) => {
+    const ratio = r.reason === "credited" && even ? total / even : 1, share = ratio > 1.05 ? "▲" : ratio < 0.95 ? "▼" : "";
     const colour = total === null || total === 0 ? "" : `background: rgba(var(--${total > 0 ? "up" : "down"}), ${(0.08 + 0.62 * Math.abs(total) / most).toFixed(3)})`;
     const step = el("button", {
       type: "button", class: "step", style: colour, "data-rollout": i, "data-step": j, tabindex: i + j ? "-1" : "0", "aria-expanded": "false",
       "aria-label": `rollout ${r.sample + 1}, step ${j + 1}, total credit ${signed(total, 2)}`,
       onmouseenter: () => { if (!state.open) detail(i, j); }, onfocus: () => { state.rollout = i; state.step = j; detail(i, j); },
       onclick: () => { state.open = true; state.rollout = i; state.step = j; detail(i, j); },
-    }, el("span", {}, j + 1), el("span", { class: "text" }, r.steps[j].act.replace(/\s+/g, " ").slice(0, 160)), el("span", { class: "figures" }, signed(total, 1)));
+    }, el("span", {}, j + 1), el("span", { class: "text" }, r.steps[j].act.replace(/<\/?code>/g, " ").replace(/\s+/g, " ").trim().slice(0, 160)),
+      el("span", { class: "share" }, share), el("span", { class: "figures" }, signed(total, 1)));
     column.append(step);
   });
   return column;
@@ -127,6 +131,7 @@ function overview() {
   const b = state.block;
   const reasons = new Map();
   b.rollouts.forEach((r) => { if (r.reason) reasons.set(r.reason, [...(reasons.get(r.reason) ?? []), r.sample + 1]); });
+  byId("detail").classList.remove("open");
   byId("detail").replaceChildren(el("h4", {}, "Why the credit is as it is"),
     ...[...reasons].map(([reason, who]) => el("p", {}, el("b", {}, `${reason} (rollout ${who.join(", ")}): `), REASONS[reason] ?? "A rule of its own.")),
     el("p", { class: "soft" }, "Hover or focus a step or a criterion."));
@@ -158,6 +163,19 @@ function verdictLine(k, i) {
     v[1] !== null ? ` (overridden to ${SIGN[String(v[1])][2]}: counts in no Q)` : "", v[3] ? el("div", { class: "soft" }, v[3]) : null);
 }
 
+// An open detail stays until it is closed; on a small screen it is pinned to the bottom edge.
+function closer() {
+  byId("detail").classList.toggle("open", state.open);
+  return state.open ? el("button", { type: "button", class: "close", "aria-label": "close the details", onclick: close }, "×") : null;
+}
+
+function close() {
+  state.open = false;
+  for (const node of document.querySelectorAll(".step[aria-expanded=true]")) node.setAttribute("aria-expanded", "false");
+  light([]); lightRow(null);
+  if (state.block) overview();
+}
+
 function detail(i, j) {
   const b = state.block, r = b.rollouts[i], s = r.steps[j];
   for (const node of document.querySelectorAll(".step[aria-expanded=true]")) node.setAttribute("aria-expanded", "false");
@@ -165,7 +183,7 @@ function detail(i, j) {
   light([[i, j]]);
   lightRow(null);
   const citing = b.criteria.map((_, k) => k).filter((k) => b.verdicts[k][i] && b.verdicts[k][i][2].includes(j + 1));
-  const parts = [el("h4", {}, `Rollout ${r.sample + 1}, step ${j + 1} (turn ${s.turn})`)];
+  const parts = [closer(), el("h4", {}, `Rollout ${r.sample + 1}, step ${j + 1} (turn ${s.turn})`)];
   if (r.A !== null) {
     parts.push(el("div", { class: "formula", id: "arithmetic" }, arithmetic(r, j).map((line) => el("div", {}, line))));
     parts.push(el("p", { class: "soft" }, `${r.reason}: ${REASONS[r.reason] ?? "a rule of its own."}`));
@@ -176,7 +194,7 @@ function detail(i, j) {
   if (s.obs) parts.push(el("h4", {}, "Observation"), el("div", { class: "said" }, s.obs));
   const shown = el("div", { class: "tokens", id: "tokens" });
   parts.push(el("button", { type: "button", id: "show-tokens", onclick: () => { state.tokens = !state.tokens; tokens(shown, s); } }, `Tokens (${s.n})`), shown);
-  byId("detail").replaceChildren(...parts);
+  byId("detail").replaceChildren(...parts.filter(Boolean));
   if (state.tokens) tokens(shown, s);
 }
 
@@ -192,7 +210,7 @@ function criterion(k, only = null) {
   const b = state.block, c = b.criteria[k];
   light(b.rollouts.flatMap((_, i) => only !== null && i !== only ? [] : (b.verdicts[k][i]?.[2] ?? []).map((j) => [i, j - 1])));
   lightRow(k);
-  const parts = [el("h4", {}, c.title), el("p", {}, c.text), el("p", { class: "soft" }, `How it is judged: ${c.how}`),
+  const parts = [closer(), el("h4", {}, c.title), el("p", {}, c.text), el("p", { class: "soft" }, `How it is judged: ${c.how}`),
     el("p", { class: "soft" }, `Written by: ${c.source}. ${c.out ? "Dropped: nobody failed it, so it tells none from another." : "Survived dropout."}`)];
   b.rollouts.forEach((r, i) => {
     const v = b.verdicts[k][i];
@@ -200,7 +218,7 @@ function criterion(k, only = null) {
     parts.push(el("h4", {}, `Rollout ${r.sample + 1}: ${SIGN[String(v[0])][2]}` + (v[2].length ? `, cites step ${v[2].join(", ")}` : "")), el("div", {}, v[3]));
     if (only !== null) for (const [name, text] of [["Evidence", v[4]], ["Attribution", v[5]]]) if (text) parts.push(el("p", {}, el("b", {}, name + ": "), text));
   });
-  byId("detail").replaceChildren(...parts);
+  byId("detail").replaceChildren(...parts.filter(Boolean));
 }
 
 function matrix(b) {
@@ -209,7 +227,7 @@ function matrix(b) {
   const body = el("tbody");
   b.criteria.forEach((c, k) => {
     const row = el("tr", { class: c.out ? "out" : "", "data-criterion": k, onmouseenter: () => { if (!state.open) criterion(k); } },
-      el("th", { scope: "row" }, el("button", { type: "button", onclick: () => { state.open = false; criterion(k); }, onfocus: () => criterion(k) }, c.title), c.out ? " (dropped)" : ""));
+      el("th", { scope: "row" }, el("button", { type: "button", onclick: () => { state.open = false; criterion(k); }, onfocus: () => criterion(k) }, c.title), c.out ? " (dropped: nobody failed it)" : "", el("div", { class: "soft" }, c.text)));
     b.verdicts[k].forEach((v, i) => {
       if (!v) { row.append(el("td", { title: "not judged" }, "·")); return; }
       const [mark, css, word] = SIGN[String(v[0])];
@@ -218,30 +236,39 @@ function matrix(b) {
     });
     body.append(row);
   });
-  table.append(body);
+  // Where R comes from: the surviving verdicts of every rollout.
+  const counted = (i, score) => b.criteria.filter((c, k) => !c.out && b.verdicts[k][i] && b.verdicts[k][i][0] === score).length;
+  const foot = (name, cell) => el("tr", {}, el("th", { scope: "row" }, name), b.rollouts.map((r, i) => el("td", {}, r.r === null ? "–" : cell(r, i))));
+  table.append(body, el("tfoot", {}, foot(["p, f", el("span", { class: "wide" }, ": surviving passes and fails")], (r, i) => `${counted(i, 1)}✓ ${counted(i, -1)}✗`),
+    foot(["R", el("span", { class: "wide" }, " = (p − f)/(p + f)")], (r) => num(r.r)), foot(["A", el("span", { class: "wide" }, " = (R − mean)/std")], (r) => signed(r.A))));
   byId("matrix").append(table);
   if (b.verdicts.some((row) => row.some((v) => v && v[1] !== null))) byId("matrix").append(el("p", { class: "soft" }, "* the attribution call overrode this verdict"));
 }
 
 function calls(list) {
   if (!list.length) { byId("calls").append(el("p", { class: "soft" }, "No judge call is archived for this group.")); return; }
-  const priced = list.every((c) => c.usd !== null), sum = list.reduce((s, c) => s + (c.usd ?? 0), 0);
-  byId("calls").append(el("p", {}, `${list.length} calls, ` + (priced ? `$${sum.toFixed(4)}` : `at least $${sum.toFixed(4)} (a model has no known price)`)));
+  const bill = (some) => { const sum = some.reduce((s, c) => s + (c.usd ?? 0), 0); return some.every((c) => c.usd !== null) ? (sum ? `$${sum.toFixed(4)}` : "free") : `at least $${sum.toFixed(4)} (a model has no known price)`; };
+  const head = (names) => el("thead", {}, el("tr", {}, names.map((h) => el("th", { scope: "col" }, h)))), figure = (v) => el("td", { class: "figure" }, v);
+  byId("calls").append(el("p", {}, `${list.length} calls, ${bill(list)}`));
+  const phases = [...new Set(list.map((c) => c.phase))].map((phase) => [phase, list.filter((c) => c.phase === phase)]);
+  const sum = (some, key) => some.reduce((s, c) => s + c[key], 0);
+  byId("calls").append(el("table", {}, head(["phase", "calls", "tokens in", "tokens out", "cost", "time"]), el("tbody", {}, phases.map(([phase, some]) =>
+    el("tr", {}, el("td", {}, phase), figure(some.length), figure(sum(some, "in")), figure(sum(some, "out")), figure(bill(some)), figure(sum(some, "s").toFixed(2) + " s"))))));
   const body = el("tbody");
   list.forEach((c) => {
     const reply = el("td", {});
     reply.append(el("button", { type: "button", onclick: () => reply.replaceChildren(el("div", { class: "said" }, c.reply || c.error || "(empty)")) }, "show"));
     body.append(el("tr", {}, el("td", {}, c.phase), el("td", {}, c.sample < 0 ? "group" : c.sample + 1), el("td", {}, c.outcome + (c.attempt > 1 ? ` (attempt ${c.attempt})` : "")),
-      el("td", {}, c.model), el("td", { class: "figure" }, c.in), el("td", { class: "figure" }, c.out), el("td", { class: "figure" }, c.usd === null ? "unknown" : "$" + c.usd.toFixed(4)),
-      el("td", { class: "figure" }, c.s.toFixed(2) + " s"), reply));
+      el("td", {}, c.model), figure(c.in), figure(c.out), figure(c.usd === null ? "unknown" : "$" + c.usd.toFixed(4)), figure(c.s.toFixed(2) + " s"), reply));
   });
-  byId("calls").append(el("table", {}, el("thead", {}, el("tr", {}, ["phase", "rollout", "outcome", "model", "tokens in", "tokens out", "cost", "time", "reply"].map((h) => el("th", { scope: "col" }, h)))), body));
+  byId("calls").append(el("details", {}, el("summary", {}, "Every call, with its reply"), el("table", {}, head(["phase", "rollout", "outcome", "model", "tokens in", "tokens out", "cost", "time", "reply"]), body)));
 }
 
 function summary(index) {
   const body = byId("summary-body");
+  byId("tiles").append(...index.tiles.map(([value, name]) => el("div", { class: "tile", role: "listitem" }, el("b", {}, value), el("span", {}, name))));
   index.notes.forEach((note) => body.append(el("p", { class: "soft" }, note)));
-  body.append(index.summary.length ? el("dl", {}, index.summary.map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])) : el("p", { class: "soft" }, "No summary.json: the run is not finished, or it trained nothing."));
+  body.append(el("h3", {}, "summary.json"), index.summary.length ? el("dl", {}, index.summary.map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])) : el("p", { class: "soft" }, "No summary.json: the run is not finished, or it trained nothing."));
   const names = ["split", "checkpoint", "n", "tgc", "sgc", "turns", "cost_usd", "quarantined", "unevaluated"];
   const cell = (e, k) => typeof e[k] !== "number" ? e[k] ?? "–" : k === "tgc" || k === "sgc" ? (100 * e[k]).toFixed(1) + "%" : k === "turns" ? e[k].toFixed(1) : k === "cost_usd" ? "$" + e[k].toFixed(2) : e[k];
   byId("evaluations").append(index.evaluations.length ? el("table", {}, el("thead", {}, el("tr", {}, names.map((n) => el("th", { scope: "col" }, n)))),
@@ -249,23 +276,34 @@ function summary(index) {
 }
 
 function curve(c) {
-  const W = 260, H = 110, L = 6, R = 6, T = 14, B = 16, ns = "http://www.w3.org/2000/svg";
+  const W = 270, H = 120, L = 46, R = 8, T = 8, B = 18, ns = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(ns, "svg");
-  const add = (tag, options, text) => { const n = document.createElementNS(ns, tag); for (const [k, v] of Object.entries(options)) n.setAttribute(k, v); if (text !== undefined) n.textContent = text; svg.append(n); };
+  const add = (tag, options, text) => { const n = document.createElementNS(ns, tag); for (const [k, v] of Object.entries(options)) n.setAttribute(k, v); if (text !== undefined) n.textContent = text; svg.append(n); return n; };
   svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
   svg.setAttribute("role", "img");
   const [x0, x1, y0, y1] = [Math.min(...c.x), Math.max(...c.x), Math.min(...c.y), Math.max(...c.y)];
   const px = (x) => L + (W - L - R) * (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5), py = (y) => H - B - (H - T - B) * (y1 > y0 ? (y - y0) / (y1 - y0) : 0.5);
+  const short = (v) => Math.abs(v) >= 1e5 || (v && Math.abs(v) < 1e-3) ? v.toExponential(1) : String(Number(v.toPrecision(3))), minus = (v) => short(v).replace(/-/g, "−");
   add("line", { x1: L, x2: W - R, y1: H - B, y2: H - B });
+  add("line", { x1: L, x2: L, y1: T, y2: H - B });
   if (c.x.length > 1) add("path", { d: c.x.map((x, i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(c.y[i]).toFixed(1)}`).join("") });
-  if (c.x.length < 3) c.x.forEach((x, i) => add("circle", { cx: px(x), cy: py(c.y[i]), r: 2.5 }));
-  const short = (v) => Math.abs(v) >= 1e5 || (v && Math.abs(v) < 1e-3) ? v.toExponential(2) : String(Number(v.toPrecision(4)));
-  add("text", { x: L, y: 10 }, short(y1));
-  add("text", { x: L, y: H - B - 3 }, short(y0));
-  add("text", { x: L, y: H - 3 }, `step ${x0}`);
-  add("text", { x: W - R, y: H - 3, "text-anchor": "end" }, x1);
+  if (c.x.length < 13) c.x.forEach((x, i) => add("circle", { cx: px(x), cy: py(c.y[i]), r: 2.5 }));
+  add("text", { x: L - 4, y: (y1 > y0 ? py(y1) : py(y0)) + 4, "text-anchor": "end" }, minus(y1));
+  if (y1 > y0) add("text", { x: L - 4, y: H - B, "text-anchor": "end" }, minus(y0));
+  add("text", { x: L, y: H - 4 }, x1 > x0 ? `step ${x0}` : "");
+  add("text", { x: x1 > x0 ? W - R : px(x0), y: H - 4, "text-anchor": x1 > x0 ? "end" : "middle" }, x1 > x0 ? x1 : `step ${x0}`);
   svg.setAttribute("aria-label", `${c.name}: from ${short(c.y[0])} at step ${x0} to ${short(c.y[c.y.length - 1])} at step ${x1}`);
-  return el("figure", { class: "curve" }, el("figcaption", {}, `${c.name} · last ${short(c.y[c.y.length - 1])}`), svg);
+  const last = c.x.length - 1, said = el("span", {}), say = (i) => { said.textContent = `${i === last ? "last" : "step " + c.x[i]} ${minus(c.y[i])}`; };
+  const at = add("line", { class: "at", y1: T, y2: H - B, visibility: "hidden" });
+  say(last);
+  svg.addEventListener("pointermove", (e) => {
+    const box = svg.getBoundingClientRect(), x = (e.clientX - box.left) * W / box.width;
+    const i = c.x.reduce((best, v, k) => (Math.abs(px(v) - x) < Math.abs(px(c.x[best]) - x) ? k : best), 0);
+    at.setAttribute("x1", px(c.x[i])); at.setAttribute("x2", px(c.x[i])); at.setAttribute("visibility", "visible");
+    say(i);
+  });
+  svg.addEventListener("pointerleave", () => { at.setAttribute("visibility", "hidden"); say(last); });
+  return el("figure", { class: "curve" }, el("figcaption", {}, c.name, " · ", said), svg);
 }
 
 function curves(list) {
@@ -301,7 +339,7 @@ function keys(e) {
   else if (e.key === ",") { go(state.at - 1, state.group); return; }
   else if (e.key === "m") document.querySelector("#matrix button")?.focus();
   else if (e.key === "t") byId("show-tokens")?.click();
-  else if (e.key === "Escape") { state.open = false; light([]); lightRow(null); if (b) overview(); }
+  else if (e.key === "Escape") close();
   else return;
   e.preventDefault();
 }
