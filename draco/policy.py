@@ -178,16 +178,9 @@ class Policy(nn.Module):
         except OSError as error:
             raise ConfigError(f"policy.path={self.path!r} is not in the local cache: {error}") from error
 
-    def whole_adapter(self) -> dict[str, Tensor] | None:
-        """Of a sharded policy: its trainable parameters, whole, by name. Every rank must call it. None of others."""
-        if not is_sharded(self.model):
-            return None
-        return {name: full(p) for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def adapter_state(self, whole: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """LoRA weights under PEFT's file names; out of `whole_adapter` if that is given."""
-        state = get_peft_model_state_dict(self.model, state_dict=whole, save_embedding_layers=False)
-        return cast("dict[str, Tensor]", state)
+    def adapter_state(self) -> dict[str, Tensor]:
+        """LoRA weights under PEFT's file names."""
+        return cast("dict[str, Tensor]", get_peft_model_state_dict(self.model, save_embedding_layers=False))
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -216,14 +209,17 @@ class Policy(nn.Module):
         """Length of an opening prompt in tokens."""
         return len(self.chat.prompt_ids(opening))
 
-    def save_adapter(self, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
+    def save_adapter(self, folder: Path) -> None:
         """Write the adapter in PEFT format; complete or not there at all (temporary name, then rename).
 
-        Of a sharded policy every rank must call it, and rank 0 writes; a rank that has `whole_adapter` writes alone.
+        Of a sharded policy every rank must call it, and rank 0 writes.
         """
-        if whole is None and (whole := self.whole_adapter()) is not None and rank():
-            return
-        options: dict[str, Any] = {} if whole is None else {"state_dict": whole}
+        options: dict[str, Any] = {}
+        if is_sharded(self.model):
+            state = {name: full(p) for name, p in self.model.named_parameters() if p.requires_grad}
+            options["state_dict"] = state
+            if rank():
+                return
         temporary = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         self.model.save_pretrained(

@@ -6,8 +6,6 @@ Each child gets the variables that torchrun would set and does what `python trai
 FOLDER/NAME.RANK.log; a JSON list of [exit statuses, seconds] a job is printed. A fault:
 
     {"rank": 1, "step": 2, "kind": "raise" | "kill" | "slow" | "elsewhere"}
-
-A job with "serve" (texts to type) has a fake vLLM server, in a process of its own; overrides call its address SERVER.
 """
 
 from __future__ import annotations
@@ -132,32 +130,6 @@ def child(folder: Path, job: dict[str, Any], number: int, port: int) -> int:
     os._exit(0)
 
 
-def serve(texts: list[str], rank: int) -> tuple[int, str]:
-    """A server in a child process: its id and address. Which text it types is up to the request's seed."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        from conftest import TINY
-        from fake_vllm import FakeVllm
-
-        from draco.policy import Policy
-
-        class Server(FakeVllm):
-            async def _complete(self, request: Any) -> Any:
-                seed = (await request.json())["seed"]
-                self.script = [texts[seed % len(texts)]]
-                return await super()._complete(request)
-
-        server = Server(Policy(TINY, rank=rank))
-        os.write(writer, server.url.encode())
-        os.close(writer)
-        while True:
-            time.sleep(60)
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        return pid, said.read()
-
-
 def main(folder: Path) -> None:
     jobs = json.load(sys.stdin)
     import logging
@@ -177,17 +149,12 @@ def main(folder: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        server, url = serve(job["serve"], job["rank"]) if "serve" in job else (0, "")
-        job["overrides"] = [o.replace("SERVER", url) for o in job["overrides"]]
         pids = [child(folder, job, number, port) for number in range(job["ranks"])]
         codes: dict[int, int] = {}
         while len(codes) < len(pids):
             pid, status = os.wait()
             if pid in pids:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        if server:
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
         results.append([[codes[p] for p in pids], time.monotonic() - started])
         print(job["name"], results[-1], file=sys.stderr, flush=True)
     print(json.dumps(results))

@@ -33,12 +33,6 @@ DDP = [*REPLAY, "trainer=ddp"]
 FSDP = [*REPLAY, "trainer=fsdp", "distributed.gather_for_rollouts=true"]
 DDP_ON_CPU = ["trainer=ddp", "trainer.accelerator=cpu"]
 LOW = ["policy.dtype=bfloat16", "+policy.gradient_checkpointing=true", "steps=2"]
-#: rollouts on a server, judged by chance; 3 tasks on 2 ranks
-SERVED = [
-    *SMALL, "steps=3", "rubric=random", "credit=uniform", "rubric.stage._target_=ranks_driver.Rewards", "engine=vllm",
-    "engine.servers=[SERVER]", "engine.max_mismatch=1e-4",
-]  # fmt: skip
-SERVE = {"serve": ["<code>apis.mail.list(page=1)</code>", "<code>apis.notes.list()</code>", "done"], "rank": 4}
 FAULT = [*DDP, "distributed.timeout_s=10"]
 
 
@@ -54,9 +48,6 @@ JOBS: list[dict[str, Any]] = [
     {"name": "alone", "ranks": 1, "overrides": [*DDP, "run=alone"]},
     {"name": "low1", "ranks": 1, "overrides": [*REPLAY, *LOW, "run=low1"]},
     {"name": "low2", "ranks": 2, "overrides": [*FSDP, *LOW, "run=low2"]},
-    # adapters of a sharded policy on their way to servers
-    {"name": "served1", "ranks": 1, "overrides": [*SERVED, "run=served1"], **SERVE},
-    {"name": "served2", "ranks": 2, "overrides": [*SERVED, "trainer=fsdp", "run=served2"], **SERVE},
     # across numbers of processes and strategies: 2 (FSDP) → 1 → 2 (DDP)
     {"name": "moved1", "ranks": 2, "overrides": [*FSDP, "steps=2", "run=moved"]},
     {"name": "moved2", "ranks": 1, "overrides": ["resume=moved", "steps=3", "trainer=cpu"]},
@@ -139,19 +130,6 @@ def test_sixteen_bits_and_checkpointed_layers_shard(ran: Any) -> None:
     assert float(torch.cosine_similarity(learned, expected, dim=0)) > 0.99
     saved = load_file(checkpoints(folder / "low2")[-1] / "adapter" / "adapter_model.safetensors")
     assert {t.dtype for t in saved.values()} == {torch.float32}
-
-
-def test_servers_get_the_adapter_of_a_sharded_policy(ran: Any) -> None:
-    """No rank holds the whole model, and what servers sample by is what is trained (`engine.max_mismatch`)."""
-    folder, results = ran
-    for name in ("served1", "served2"):
-        assert set(results[name][0]) == {0}, said(folder, name, 0)[-3000:]
-    learned, expected = (flat(folder / n, part="lora_B") for n in ("served2", "served1"))
-    assert float(expected.norm()) > 0.1
-    assert apart(learned, expected) < 1e-5
-    for name in ("served1", "served2"):
-        rows = read_metrics(folder / name / "metrics.csv")[1]
-        assert max(float(r["engine/mismatch_abs"]) for r in rows) < 1e-5
 
 
 def test_a_checkpoint_holds_every_rank(ran: Any) -> None:

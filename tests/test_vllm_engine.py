@@ -328,9 +328,9 @@ def test_an_adapter_appears_complete_or_not_at_all(
     policy, store = new_policy(), AdapterStore(tmp_path)
     saved = policy.save_adapter
 
-    def watched(folder: Path, whole: dict[str, torch.Tensor] | None) -> None:
+    def watched(folder: Path) -> None:
         assert not list(tmp_path.glob("draco-v*"))
-        saved(folder, whole)
+        saved(folder)
         assert not list(tmp_path.glob("draco-v*"))
 
     monkeypatch.setattr(policy, "save_adapter", watched)

@@ -53,28 +53,27 @@ class AdapterStore:
         self.folder, self.writer, self.patience_s = folder, writer, patience_s
 
     def publish(self, policy: Policy) -> Adapter:
-        """The policy's adapter as a complete folder. Of a sharded policy every rank must call it.
+        """The policy's adapter as a complete folder.
 
         Raises:
             EngineError: the writing rank did not write it.
         """
-        whole = policy.whole_adapter()
-        state = policy.adapter_state(whole)
+        state = policy.adapter_state()
         name = f"{PREFIX}{policy.version:06d}-{_digest(state)}"
         adapter = Adapter(name, self.folder / name, any(bool(t.any()) for k, t in state.items() if "lora_B" in k))
         if adapter.folder.is_dir():
             return adapter
         if self.writer:
-            self._write(policy, adapter.folder, whole)
+            self._write(policy, adapter.folder)
             self._prune(adapter)
         else:
             self._wait(adapter.folder)
         return adapter
 
-    def _write(self, policy: Policy, folder: Path, whole: dict[str, Tensor] | None) -> None:
+    def _write(self, policy: Policy, folder: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         part = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}")  # each machine may write
-        policy.save_adapter(part, whole)
+        policy.save_adapter(part)
         model_type = str(getattr(policy.model.config, "model_type", ""))
         state = load_file(part / _WEIGHTS)
         renamed = served_keys(model_type, state)

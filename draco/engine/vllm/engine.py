@@ -25,7 +25,6 @@ from typing import Any
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
-from torch import Tensor
 
 from draco.agent import Rollout
 from draco.background import BackgroundLoop
@@ -38,7 +37,6 @@ from draco.engine.vllm.probe import SAMPLED, Probe, default_tolerance
 from draco.engine.vllm.routing import Router
 from draco.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
 from draco.policy import Policy
-from draco.sharding import is_sharded
 from draco.types import Termination
 
 __all__ = ["VllmEngine"]
@@ -55,7 +53,6 @@ class _Seat:
     max_len: int = 0
     adapters: list[str] = field(default_factory=list)  #: verified, oldest first
     base_answer: Completion | None = None  #: to the probe
-    answer: Completion | None = None  #: of the current adapter, not yet compared
 
 
 @dataclass(slots=True)
@@ -134,8 +131,6 @@ class VllmEngine(Engine):
         self._launched: Launched | None = None
         self._store: AdapterStore | None = None
         self._seats: list[_Seat] = []
-        self._proved = False  #: every server has served an adapter once
-        self._known: dict[str, dict[tuple[int, ...], dict[float, Tensor]]] = {}  #: see `Probe`, by adapter
         self._pool: ThreadPoolExecutor | None = None
         self._counts: Counter[str] = Counter()
         self._sync_s = 0.0
@@ -157,8 +152,7 @@ class VllmEngine(Engine):
             self._seats = [_Seat(url) for url in urls]
             self._pool = ThreadPoolExecutor(self.env_threads, thread_name_prefix="draco-env")
             self._wait(self._meet(policy))
-            if not next(policy.model.parameters()).is_meta:  # a sharded policy gets its weights from the trainer
-                self._sync(policy, temperature)
+            self._sync(policy, temperature, first=True)
         except (EngineError, TrainingStopped) as error:
             self.close()
             raise ConfigError(f"engine=vllm cannot start: {error}") from error
@@ -187,7 +181,6 @@ class VllmEngine(Engine):
             self._launched.stop()
         self._pool = self._launched = self._store = None
         self._seats = []
-        self._proved = False
 
     async def _meet(self, policy: Policy) -> None:
         """Wait until every server is healthy, then look at what it serves."""
@@ -230,10 +223,8 @@ class VllmEngine(Engine):
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def _sync(self, policy: Policy, temperature: float) -> tuple[Adapter, Probe]:
-        """Every reachable server holds the policy's current adapter when this returns; the first time all must.
-
-        Of a sharded policy every rank must call it.
+    def _sync(self, policy: Policy, temperature: float, *, first: bool = False) -> tuple[Adapter, Probe]:
+        """Every reachable server holds the policy's current adapter when this returns.
 
         Raises:
             TrainingStopped: a server answers and cannot serve it, or none answers.
@@ -241,18 +232,10 @@ class VllmEngine(Engine):
         assert self._store is not None
         started = time.perf_counter()
         adapter = self._store.publish(policy)
-        sharded = is_sharded(policy.model)
         tolerance = default_tolerance(policy) if self.probe_tolerance is None else self.probe_tolerance
-        known = self._known.setdefault(adapter.name, {}) if sharded else None
-        probe = Probe(policy, temperature, tolerance, known)
-        needed = not self._proved or any(adapter.name not in seat.adapters for seat in self._seats)
-        if any(gather(needed)) if sharded else needed:
-            self._wait(self._push_all(adapter, probe, everywhere=not self._proved))
-            if probe.known is not None:
-                self._known = {adapter.name: probe.known}
-                probe.learn([seat.answer for seat in self._seats if seat.answer])
-                self._wait(self._accept_all(adapter, probe))
-        self._proved = True
+        probe = Probe(policy, temperature, tolerance)
+        if first or any(adapter.name not in seat.adapters for seat in self._seats):
+            self._wait(self._push_all(adapter, probe, everywhere=first))
         self._sync_s += time.perf_counter() - started
         return adapter, probe
 
@@ -300,26 +283,7 @@ class VllmEngine(Engine):
         if seat.base_answer is None:
             seat.base_answer = await ask(seat.base)
         answer = await ask(adapter.name)
-        if probe.known is not None and not probe.known:  # ranks compare it together, when all servers have answered
-            seat.answer = answer
-            return
-        await self._accept(seat, server, adapter, probe, answer)
-
-    async def _accept_all(self, adapter: Adapter, probe: Probe) -> None:
-        async with self._session() as session:
-            for seat in self._seats:
-                answer, seat.answer = seat.answer, None
-                if answer is None:
-                    continue
-                try:
-                    server = Server(seat.url, session, timeout_s=self.request_timeout_s)
-                    await self._accept(seat, server, adapter, probe, answer)
-                except EngineError as error:
-                    raise TrainingStopped(f"adapter {adapter.name} could not be served: {error}") from error
-
-    async def _accept(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe, answer: Completion) -> None:
         # On this loop's thread: the policy only reads, and the trainer's thread waits for it.
-        assert seat.base_answer is not None
         probe.check(seat.url, adapter.name, adapter.trained, answer, seat.base_answer)
         seat.adapters.append(adapter.name)
         while len(seat.adapters) > 2:
@@ -341,10 +305,7 @@ class VllmEngine(Engine):
             raise RuntimeError("open the engine first")
         if self.sleep:
             self._wait(self._wake_all())
-        if rollouts:
-            yield from self._drive(policy, rollouts, temperature)
-        elif is_sharded(policy.model):
-            self._sync(policy, temperature)  # takes all ranks
+        yield from self._drive(policy, rollouts, temperature) if rollouts else ()
         if self.sleep:
             gather(None)  # no rank's trajectories are left on the servers that ranks share
             self._wait(self._sleep_all())

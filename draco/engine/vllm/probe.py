@@ -2,24 +2,19 @@
 
 One request carries a fixed prompt. The log-probs of the prompt's tokens (always at temperature 1) and of a few sampled
 ones (at the sampling temperature) are compared with a forward pass of the trainer, and with the base model's.
-
-A forward pass of a sharded policy takes all ranks: they tell each other what their servers answered, make the same
-passes (`learn`), and then compare. A server that is pushed to later is compared with what is known by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draco.distributed import gather
 from draco.engine.vllm.client import Completion
 from draco.errors import EngineError
 from draco.policy import Policy
-from draco.sharding import whole_call
 from draco.types import Message
 
 __all__ = ["SAMPLED", "Probe", "default_tolerance"]
@@ -41,19 +36,11 @@ class Probe:
         policy: with the adapter's weights.
         temperature: of sampling.
         tolerance: bar on the mean |Δ|.
-        known: of a sharded policy: log-probs of the prompt and an answer, by the answer's tokens. None of any other.
     """
 
     policy: Policy
     temperature: float
     tolerance: float
-    known: dict[tuple[int, ...], dict[float, Tensor]] | None = None
-
-    def learn(self, answers: Iterable[Completion]) -> None:
-        """Log-probs of what the servers of all ranks answered. Every rank must call it."""
-        assert self.known is not None
-        for ids in dict.fromkeys(ids for part in gather([tuple(a.token_ids) for a in answers]) for ids in part):
-            self.known[ids] = self._logprobs([*self.prompt, *ids])
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -76,11 +63,7 @@ class Probe:
         Raises:
             EngineError: the server does not serve these weights, or not at this temperature.
         """
-        given = tuple(answer.token_ids)
-        if self.known is None:
-            ours = self._logprobs([*self.prompt, *given])
-        else:  # of an answer that no rank saw before, the prompt alone is compared
-            ours = self.known.get(given) or next(iter(self.known.values()))
+        ours = self._logprobs([*self.prompt, *answer.token_ids])
         count = len(self.prompt) - 1
         gap = _mean_gap(answer.prompt_logprobs, ours[1.0][:count])
         if trained and answer.prompt_logprobs == base.prompt_logprobs:
@@ -94,8 +77,6 @@ class Probe:
                 f"token on a probe, more than engine.probe_tolerance={self.tolerance:g}; is it the same base model, "
                 "dtype and adapter?"
             )
-        if self.known is not None and (given not in self.known or self._scale not in ours):
-            return gap
         sampled = _mean_gap(answer.logprobs, ours[self._scale][count:])
         if not sampled <= max(self.tolerance, 3 * gap):
             raw = _mean_gap(answer.logprobs, ours[1.0][count:])
@@ -114,9 +95,8 @@ class Probe:
     def _logprobs(self, ids: Sequence[int]) -> dict[float, Tensor]:
         """[T − 1] log-prob of each token given those before it, by temperature."""
         row = torch.tensor([list(ids)], device=self.policy.device)
-        model = self.policy.model
         with self.policy.sampling():
-            logits = whole_call(model, lambda: model(input_ids=row, use_cache=False).logits[0, :-1].float())
+            logits = self.policy.model(input_ids=row, use_cache=False).logits[0, :-1].float()
         target = row[0, 1:, None]
         return {t: (logits / t).log_softmax(-1).gather(1, target).squeeze(1).cpu() for t in {1.0, self._scale}}
 
