@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from rich.table import Table
 from draco.analysis.judge_replay import load_results, replay_calls, replayable, summarise_replay
 from draco.analysis.judging import judge_config
 from draco.analysis.runs import open_run
-from draco.arguments import parse
-from draco.errors import ConfigError, DracoError
+from draco.arguments import parse, run_main
+from draco.errors import ConfigError
 from draco.judge.prompts import PHASES
 from draco.run import instantiate
 from draco.summary import write_json
@@ -103,8 +102,4 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)
