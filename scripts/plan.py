@@ -43,16 +43,16 @@ def main(arguments: list[str]) -> int:
             if key in given:
                 given[key] = value
             elif key in names:
-                assumed[key] = float(value)
+                assumed[key] = number(key, value)
             else:
                 overrides.append(argument)
         with initialize_config_module("conf", version_base="1.3"):
             config = compose("train", [*overrides, "run=plan"])
         plan = make_plan(
-            config, gpus=int(given["gpus"]), gpu=given["gpu"], assumptions=Assumptions(**assumed),
+            config, gpus=int(number("gpus", given["gpus"])), gpu=given["gpu"], assumptions=Assumptions(**assumed),
             archive=Path(given["judge_from"]) if given["judge_from"] else None,
         )  # fmt: skip
-    except (DracoError, HydraException, ValueError, FileNotFoundError) as error:
+    except (DracoError, HydraException, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if as_json:
@@ -60,6 +60,17 @@ def main(arguments: list[str]) -> int:
     else:
         show(plan, Console(width=120))
     return 0 if any(layout["fits"] for layout in plan["layouts"].values()) else 1
+
+
+def number(name: str, text: str) -> float:
+    """A positive number, or a ConfigError that names the option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise ConfigError(f"{name}={text}: expected a number above 0")
+    return value
 
 
 def show(plan: dict[str, Any], console: Console) -> None:
@@ -112,7 +123,7 @@ def show_judge(judge: dict[str, Any], console: Console) -> None:
     stated = judge["means_from"] == "stated"
     most = "at most " if stated else f"of {judge['most_calls']:.0f} at most, "
     console.print(
-        f"judge {judge['model']}: {most}{step['calls']:.0f} calls a step, {total['calls']:,.0f} a run; "
+        f"judge {judge['model'] or '(judge.model is not set)'}: {most}{step['calls']:.0f} calls a step, {total['calls']:,.0f} a run; "
         f"{step['tokens_in'] / 1e6:.2f} M tokens in and {step['tokens_out'] / 1e6:.2f} M out a step; {usd}; "
         f"{judge['seconds_a_step']:.0f} s a step, if nothing else went on. Means: {judge['means_from']}"
         + (f", but stated for {', '.join(judge['not_in_archive'])}" if judge["not_in_archive"] else "")

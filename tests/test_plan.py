@@ -290,7 +290,7 @@ def test_the_paper_s_runs_fit_and_what_to_type_composes(experiment: str, capsys:
         assert sets == list(range(8)) if name == "colocated" else sets == [4, 5, 6, 7]
 
 
-def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["policy=qwen25_32b", "gpus=8", "gpu=a100-40gb", "trainer=ddp", "--json"]
     assert plan_script.main(options) == 1
     found = json.loads(capsys.readouterr().out)["layouts"]["colocated"]
@@ -300,5 +300,10 @@ def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixt
     assert "expected one of a100-40gb" in capsys.readouterr().err
     assert plan_script.main(["policy=hf", "policy.path=no/such"]) == 2
     assert "its shape is not shipped" in capsys.readouterr().err
+    for wrong in ("mfu=fast", "gpus=0", "turns=-1"):
+        assert plan_script.main([wrong]) == 2
+        assert f"{wrong}: expected a number above 0" in capsys.readouterr().err
+    assert plan_script.main(["policy=tiny", f"judge_from={tmp_path}"]) == 2
+    assert "no judge_calls.parquet" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         model_config("no/such")
