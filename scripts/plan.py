@@ -123,7 +123,8 @@ def show_judge(judge: dict[str, Any], console: Console) -> None:
     stated = judge["means_from"] == "stated"
     most = "at most " if stated else f"of {judge['most_calls']:.0f} at most, "
     console.print(
-        f"judge {judge['model'] or '(judge.model is not set)'}: {most}{step['calls']:.0f} calls a step, {total['calls']:,.0f} a run; "
+        f"judge {judge['model'] or '(judge.model is not set)'}: {most}{step['calls']:.0f} calls a step, "
+        f"{total['calls']:,.0f} a run; "
         f"{step['tokens_in'] / 1e6:.2f} M tokens in and {step['tokens_out'] / 1e6:.2f} M out a step; {usd}; "
         f"{judge['seconds_a_step']:.0f} s a step, if nothing else went on. Means: {judge['means_from']}"
         + (f", but stated for {', '.join(judge['not_in_archive'])}" if judge["not_in_archive"] else "")
