@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from rich.table import Table
 from draco.analysis.judge_replay import load_results, replay_calls, replayable, summarise_replay
 from draco.analysis.judging import judge_config
 from draco.analysis.runs import open_run
-from draco.arguments import parse, run_main
-from draco.errors import ConfigError
+from draco.arguments import parse
+from draco.errors import ConfigError, DracoError
 from draco.judge.prompts import PHASES
 from draco.run import instantiate
 from draco.summary import write_json
@@ -102,4 +103,8 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    try:
+        main(sys.argv[1:])
+    except DracoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -19,12 +19,13 @@ Options (key=value):
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
-from draco.arguments import parse, run_main
-from draco.errors import ConfigError
+from draco.arguments import parse
+from draco.errors import ConfigError, DracoError
 from draco.report.curves import all_figures
 from draco.report.figures import write_figure
 from draco.report.page import write_page
@@ -85,4 +86,8 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    try:
+        main(sys.argv[1:])
+    except DracoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
