@@ -15,9 +15,9 @@ FROM python:3.11.14-slim-trixie AS cpu-build
 ARG TORCH
 ARG CPU_INDEX
 ENV PATH=/opt/draco/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python3 -m venv /opt/draco
 # PyTorch in a layer of its own: it is most of the image and changes least.
-RUN pip install "torch==${TORCH}" --index-url "${CPU_INDEX}"
+RUN python3 -m venv /opt/draco \
+    && pip install "torch==${TORCH}" --index-url "${CPU_INDEX}"
 COPY pyproject.toml README.md LICENSE /opt/src/
 COPY draco /opt/src/draco
 COPY callbacks /opt/src/callbacks
@@ -31,7 +31,7 @@ RUN useradd --create-home --uid 10001 draco \
     && install -d -o draco -g draco /work /work/runs
 COPY --from=cpu-build --chown=draco:draco /opt/draco /opt/draco
 ENV PATH=/opt/draco/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/work/models WANDB_MODE=offline
-USER draco
+USER 10001
 WORKDIR /work
 HEALTHCHECK --interval=60s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "draco.healthcheck"]
 ENTRYPOINT ["draco-train"]
@@ -48,8 +48,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/draco/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 MAX_JOBS=4 \
     TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
-RUN python3 -m venv /opt/draco
-RUN pip install "torch==${TORCH}" 'setuptools>=80,<82' 'wheel>=0.45,<1' 'packaging>=25,<27' 'ninja>=1.13,<2' \
+RUN python3 -m venv /opt/draco \
+    && pip install "torch==${TORCH}" 'setuptools>=80,<82' 'wheel>=0.45,<1' 'packaging>=25,<27' 'ninja>=1.13,<2' \
         'numpy>=2,<3' 'einops>=0.8,<1'
 COPY pyproject.toml README.md LICENSE /opt/src/
 COPY draco /opt/src/draco
@@ -71,19 +71,19 @@ RUN apt-get update \
 COPY --from=build --chown=draco:draco /opt/draco /opt/draco
 ENV VIRTUAL_ENV=/opt/draco PATH=/opt/draco/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HF_HOME=/work/models WANDB_MODE=offline
-USER draco
+USER 10001
 WORKDIR /work
 HEALTHCHECK --interval=60s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "draco.healthcheck"]
 ENTRYPOINT ["draco-train"]
 
 # --- optional: AppWorld beside it, in an environment of its own (its pins cannot live with the trainer's) ---------------
 FROM cuda-base AS appworld
-USER root
+USER 0
 COPY scripts /opt/src/scripts
 COPY draco/env /opt/src/draco/env
 RUN /opt/src/scripts/setup_appworld.sh --venv /opt/appworld --python /usr/bin/python3 \
     && chown -R draco:draco /opt/appworld
-USER draco
+USER 10001
 
 # --- the default target -------------------------------------------------------------------------------------------------
 FROM cuda-base AS cuda

@@ -1,12 +1,26 @@
-"""Arguments of scripts: `key=value` like everywhere in draco, `--key value` and bare words beside it."""
+"""Arguments of scripts: `key=value` like everywhere in draco, `--key value` and bare words beside it. And their end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
-from draco.errors import ConfigError
+from draco.errors import ConfigError, DracoError
 
-__all__ = ["parse"]
+__all__ = ["parse", "run_main"]
+
+
+def run_main(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Call a script's `main` with the command line, and end the process by what it returns: None is 0.
+
+    One of our errors is one line on stderr and exit status 2.
+    """
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except DracoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def parse(

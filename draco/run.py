@@ -18,14 +18,11 @@ import hydra.utils
 import torch
 from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer, seed_everything
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from draco import checkpoint
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
-from draco.checks import number, switch, whole
-from draco.choices import one_line
 from draco.diskplan import plan_disk
 from draco.distributed import barrier, broadcast, check_shared, joined, main_only, rank, world_size
 from draco.engine import Engine
@@ -38,9 +35,9 @@ from draco.loader import EvalLoader, TaskLoader
 from draco.loggers import MetricsCsv, WandbMetrics, finish
 from draco.module import GRPOModule
 from draco.placement import fetch_weights, on_gpu, place, say_shares, sharded
-from draco.policy import Policy
 from draco.preflight import check_judge, preflight
 from draco.report.page import write_page
+from draco.runchecks import check, check_optimizer, check_scripted_criteria, scripted, select_tasks
 from draco.runfolder import discard_empty, locked, prepare, set_aside, write_config
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.summary import (
@@ -52,14 +49,10 @@ from draco.summary import (
     train_success,
     write_json,
 )
-from draco.types import Task
 
-__all__ = ["Parts", "build", "check", "select_tasks", "train"]
+__all__ = ["Parts", "build", "instantiate", "train"]
 
 log = logging.getLogger("draco")
-
-MAX_LR = 1.0  #: a larger learning rate is a slip of the pen
-SHOWN_IDS = 5  #: task ids in a message
 
 
 def instantiate(node: Any, **options: Any) -> Any:
@@ -104,7 +97,7 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
     Raises:
         ConfigError: a part refuses its options, or a stage is missing or double.
     """
-    if config.env.name != "desk" and _scripted(config):
+    if config.env.name != "desk" and scripted(config):
         raise ConfigError(
             f"judge=scripted knows the embedded environment desk alone, not env={config.env.name}; "
             "use judge=litellm judge.model=PROVIDER/MODEL"
@@ -117,8 +110,8 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
         environment=environment, engine=engine, limits=instantiate(config.limits)
     )
     rubric = instantiate(config.rubric.stage)
-    if _scripted(config) and hasattr(rubric, "static_criteria"):
-        _check_scripted_criteria([c.title for c in rubric.static_criteria])
+    if scripted(config) and hasattr(rubric, "static_criteria"):
+        check_scripted_criteria([c.title for c in rubric.static_criteria])
     credit = instantiate(config.credit.stage)
     callbacks = [rollout, rubric, credit, *(instantiate(c) for c in config.callbacks.values() if c)]
     find_stage(callbacks, RolloutStage)  # type: ignore[type-abstract]
@@ -140,106 +133,6 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
         gather_for_rollouts=sharded and config.distributed.gather_for_rollouts,
     )
     return Parts(environment, evaluator, engine, module, callbacks)
-
-
-def _check_scripted_criteria(titles: list[str]) -> None:
-    """The scripted judge finds what it has no rule for not applicable: no reward would ever come of it."""
-    from draco.judge.scripted.general import GENERAL
-
-    unknown = [t for t in titles if t not in GENERAL]
-    if len(unknown) == len(titles):
-        raise ConfigError(
-            "judge=scripted has a rule for none of the static rubric's criteria and would reward nothing; use "
-            "judge=litellm judge.model=PROVIDER/MODEL, or titles of its own set (rubric.stage.criteria=desk)"
-        )
-    if unknown:
-        log.warning("judge=scripted has no rule for %s: never applicable", ", ".join(unknown))
-
-
-def check(config: DictConfig) -> None:
-    """Check what can be checked without building anything: references, missing values, top-level options.
-
-    Raises:
-        ConfigError: one line that names the option.
-    """
-    try:
-        missing = set(OmegaConf.missing_keys(config))
-        stage = config.rubric.get("stage") or {}
-        if "judge" not in stage or not OmegaConf.is_interpolation(stage, "judge"):
-            missing = {k for k in missing if not k.startswith("judge.")}  # no rubric asks that judge
-        if not missing:
-            OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(one_line(error)) from error
-    if needed := {k.removeprefix("rubric.stage.") for k in missing}:
-        name = min(needed)
-        raise ConfigError(f"{name} is not set, and this configuration needs it: add {name}=VALUE")
-    whole("steps", config.steps, 0)
-    whole("tasks_per_step", config.tasks_per_step, 1)
-    whole("group_size", config.group_size, 2)  # GRPO compares the rollouts of a group
-    whole("seed", config.seed, 0, 2**32 - 1)
-    number("lr", config.lr, 0, MAX_LR)
-    whole("lr_decay_steps", config.get("lr_decay_steps", 0), 0)  # older runs have none
-    number("temperature", config.temperature, 0, above=True)  # log-probs are taken at it
-    whole("eval.tasks", config.eval.tasks, 1, optional=True)
-    whole("eval.n", config.eval.n, 1)
-    whole("eval.every", config.eval.every, 0)
-    number("eval.temperature", config.eval.temperature, 0)  # 0 is greedy
-    switch("eval.before", config.eval.before)
-    switch("overwrite", config.overwrite)
-    switch("checkpoint.check_disk", config.checkpoint.check_disk)
-    for name, minimum in (("save_every", 1), ("keep_last", 1), ("keep_every", 0)):
-        whole(f"checkpoint.{name}", config.checkpoint[name], minimum)
-
-
-def _check_optimizer(module: GRPOModule) -> None:
-    """Build the optimizer once: it keeps no state yet, and refuses its options now instead of after an evaluation.
-
-    Raises:
-        ConfigError: it does, or its learning rate is out of range.
-    """
-    try:
-        optimizer = module.configure_optimizers()
-    except (TypeError, ValueError, InstantiationException) as error:
-        raise ConfigError(f"the optimizer refuses its options: {' '.join(str(error).split())}") from error
-    for group in optimizer.param_groups:
-        number("optimizer.lr", group["lr"], 0, MAX_LR)
-
-
-def _scripted(config: DictConfig) -> bool:
-    """Whether the rubric's own judge, which need not be `judge`, is the scripted one."""
-    judge = (config.rubric.get("stage") or {}).get("judge")
-    return judge is not None and "scripted" in str(judge.get("model", ""))
-
-
-def select_tasks(
-    environment: Environment, policy: Policy, split: str, limit: int | None, max_prompt: int
-) -> list[Task]:
-    """Tasks of a split whose prompt fits; the others are counted, and the first ones named.
-
-    Raises:
-        ConfigError: no such split, an empty one, or no prompt fits.
-    """
-    tasks = environment.tasks(split)[:limit]
-    if not tasks:
-        raise ConfigError(
-            f"split {split!r} of env={environment.name} has no tasks; splits: {', '.join(environment.splits)}"
-        )
-    lengths = {t.id: policy.prompt_tokens(environment.opening(t)) for t in tasks}
-    fitting = [t for t in tasks if lengths[t.id] <= max_prompt]
-    overlong = [t.id for t in tasks if lengths[t.id] > max_prompt]
-    if overlong:
-        log.warning(
-            "%d of %d tasks of %s have prompts over limits.max_prompt_tokens=%d and are left out: %s%s",
-            len(overlong), len(tasks), split, max_prompt, ", ".join(overlong[:SHOWN_IDS]),
-            f" and {len(overlong) - SHOWN_IDS} more" if len(overlong) > SHOWN_IDS else "",
-        )  # fmt: skip
-    if not fitting:
-        raise ConfigError(
-            f"every prompt of split {split!r} is longer than limits.max_prompt_tokens={max_prompt} "
-            f"(shortest: {min(lengths.values())} tokens); raise the limit"
-        )
-    return fitting
 
 
 def train(config: DictConfig, started: float | None = None) -> dict[str, Any]:
@@ -307,7 +200,7 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
     if step < config.steps:
         main_only(lambda: check_judge(rubric))  # before anything large is loaded
     module.configure_model()
-    _check_optimizer(module)
+    check_optimizer(module)
     loader, held_out = _loaders(config, parts)
     trainer, loggers = _trainer(config, parts, run)
     if resume:

@@ -32,7 +32,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from draco.errors import ConfigError, DracoError
+from draco.arguments import run_main
+from draco.errors import ConfigError
 from draco.judge.authoring import Rated, prune, rate, reduce_to_one
 from draco.judge.basegroups import compose_config, sample_groups
 from draco.judge.pipeline import JudgePipeline
@@ -123,8 +124,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.archive import write_step
-from draco.errors import DracoError
+from draco.arguments import run_main
 from draco.judge.basegroups import archived_groups, compose_config, sample_groups
 from draco.judge.cachemodel import Usage, prompt_usage
 from draco.judge.pipeline import JudgePipeline
@@ -133,8 +133,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -8,12 +8,11 @@ Prints agreement, Cohen's κ, Gwet's AC1, false-pass and false-fail rates; the p
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from draco.analysis.audit import read_sheet
-from draco.arguments import parse
-from draco.errors import ConfigError, DracoError
+from draco.arguments import parse, run_main
+from draco.errors import ConfigError
 
 
 def main(arguments: list[str]) -> None:
@@ -30,8 +29,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -33,8 +33,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from draco.arguments import run_main
 from draco.checks import whole
-from draco.errors import ConfigError, DracoError
+from draco.errors import ConfigError
 
 if TYPE_CHECKING:
     from draco.evaluation.evaluate import Prices
@@ -247,8 +248,4 @@ if __name__ == "__main__":
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__)
         sys.exit(0)
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -90,16 +90,17 @@ def measured(device: torch.device, into: dict[str, Any]) -> Iterator[None]:
     into["seconds"] = round(time.perf_counter() - started, 4)
 
 
-def update(policy: Policy, rows: list[Row], packed: bool, device: torch.device, peak: float) -> dict[str, Any]:
-    """Forward, reference and backward pass of some rows."""
+def update(policy: Policy, rows: list[Row], layout: str, device: torch.device, peak: float) -> dict[str, Any]:
+    """Forward, reference and backward pass of some rows: packed, padded to the longest, or one after the other."""
+    packed = layout == "packed"
     worker = Worker(
         policy, LossOptions(), temperature=1.0, max_tokens=max(sum(r.length for r in rows), 1), packed=packed,
         backward=Tensor.backward,
     )  # fmt: skip
     worker.accumulate(rows[:1])  # warm: kernels are chosen and compiled
-    result: dict[str, Any] = {"tokens": sum(r.length for r in rows), "packed": packed}
+    result: dict[str, Any] = {"tokens": sum(r.length for r in rows), "layout": layout}
     with measured(device, result):
-        totals = worker.accumulate(rows)
+        totals = worker._micro_batch(tuple(rows)) if layout == "padded" else worker.accumulate(rows)
     base: Any = policy.model.get_base_model()
     config = base.config
     parameters = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
@@ -167,21 +168,19 @@ def main(arguments: list[str]) -> int:
         folder = Path(temporary)
         policy = build(folder, device, dry)
         out["parameters"] = sum(p.numel() for p in policy.parameters())
-        packed = pack_attention(policy.model)
+        ways = (["packed"] if pack_attention(policy.model) else []) + ["one by one", "padded"]
         sizes = (64, 128, 256) if dry else (4096, 16384, 32768)
         for tokens in sizes:
             if time.monotonic() - started > BUDGET_S * 0.6:
                 out["skipped"].append(f"update at {tokens} tokens: out of time")
                 continue
             try:
-                out["update"].append(update(policy, [row(tokens, 0)], packed, device, peak))
+                out["update"].append(update(policy, [row(tokens, 0)], ways[0], device, peak))
             except torch.OutOfMemoryError as error:
                 out["skipped"].append(f"update at {tokens} tokens: {str(error).splitlines()[0]}")
         lengths = [sizes[0] // n for n in (1, 2, 3, 4, 8)]
         mixed = [row(n, i) for i, n in enumerate(lengths)]
-        out["packed_vs_padded"] = [
-            update(policy, mixed, way, device, peak) for way in ([True] if packed else []) + [False]
-        ]
+        out["packed_vs_padded"] = [update(policy, mixed, way, device, peak) for way in ways]
         out["world_of_one"] = world_of_one(policy, device)
         out["adapter_round_trip"] = round_trip(policy, folder)
     out["seconds"] = round(time.monotonic() - started, 1)

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from draco.errors import ConfigError, DracoError
+from draco.arguments import run_main
+from draco.errors import ConfigError
 from draco.judge.basegroups import compose_config
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.redteam import CHANNELS, Attack, attacks, criteria, planted_group
@@ -100,8 +101,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -20,7 +20,6 @@ Options (key=value); what train.py calls rubric.*, credit.*, judge.*, advantage.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -33,8 +32,8 @@ from draco.analysis.outside import Outside, judge_by_labels, read_groups_of, too
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
 from draco.archive import write_step
-from draco.arguments import parse
-from draco.errors import ConfigError, DracoError
+from draco.arguments import parse, run_main
+from draco.errors import ConfigError
 from draco.judge.stage import read_secret
 from draco.report.page import write_page
 from draco.run import instantiate
@@ -129,8 +128,4 @@ def show(run: Path, outside: Outside) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

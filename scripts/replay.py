@@ -9,7 +9,6 @@ given (and counted), and the credits that follow from them are recomputed.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -17,8 +16,8 @@ from omegaconf import OmegaConf
 from callbacks.rubric.random import toss
 from draco.analysis.replay import RewardOf, replay_step
 from draco.analysis.runs import open_run
-from draco.arguments import parse
-from draco.errors import ConfigError, DracoError
+from draco.arguments import parse, run_main
+from draco.errors import ConfigError
 from draco.run import instantiate
 from draco.types import Judgement
 
@@ -72,8 +71,4 @@ def replay(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

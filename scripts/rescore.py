@@ -12,7 +12,6 @@ interrupted. Options (key=value or --key value):
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -23,8 +22,8 @@ from draco.analysis.judgements import read_groups
 from draco.analysis.judging import judge_config
 from draco.analysis.runs import open_run
 from draco.archive import step_folder, write_step
-from draco.arguments import parse
-from draco.errors import ConfigError, DracoError
+from draco.arguments import parse, run_main
+from draco.errors import ConfigError
 from draco.judge.stage import read_secret
 from draco.run import instantiate
 
@@ -70,8 +69,4 @@ def rescore(path: Path, given: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -19,7 +19,8 @@ from draco.choices import explained, refuse_unread
 from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, StageError
 from draco.module import GRPOModule, LossOptions
-from draco.run import _check_optimizer, build, check, select_tasks, train
+from draco.run import build, train
+from draco.runchecks import check, check_optimizer, select_tasks
 from draco.runfolder import prepare, redacted, resume_config
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -173,7 +174,7 @@ def test_the_optimizer_is_tried_before_anything_runs(override: str) -> None:
     parts = build_with(configuration(override, "policy.rank=1"))
     parts.module.configure_model()
     with pytest.raises(ConfigError, match="optimizer"):
-        _check_optimizer(parts.module)
+        check_optimizer(parts.module)
 
 
 def test_a_stage_that_is_no_stage_is_named() -> None:

@@ -7,24 +7,41 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import hydra
 import plan as plan_script
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from draco.archive import read_table
 from draco.attention import pack_attention, packed_inputs
 from draco.errors import ConfigError
+from draco.judge.spend import Prices, Usage
 from draco.logprobs import hidden_states, output_head, step_logprobs
 from draco.lora import fuse_lora
-from draco.plan.judge import PAPER_USD_A_CALL, STATED, archive_means, bill, calls_a_step, implied_tokens
+from draco.placement import processes, sharded
+from draco.plan.judge import (
+    PAPER_USD_A_CALL,
+    STATED,
+    Call,
+    archive_calls,
+    bill,
+    calls_a_step,
+    expected_calls,
+    implied_tokens,
+    price_of,
+)  # fmt: skip
 from draco.plan.memory import update_memory
 from draco.plan.model import build, layer_shards, model_config, size_of_model
+from draco.run import train
 
 
 @pytest.mark.parametrize(
@@ -113,12 +130,13 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
-def test_memory_is_within_a_tenth_of_what_is_tracked(name: str, checkpointing: bool) -> None:
+def test_memory_is_within_a_tenth_of_what_is_tracked(name: str, checkpointing: bool, dtype: torch.dtype) -> None:
     config, tokens, rank = SHAPES[name], 512, 8
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    base = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     base.requires_grad_(False)
     if checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -149,37 +167,94 @@ def test_memory_is_within_a_tenth_of_what_is_tracked(name: str, checkpointing: b
     resident = tracker.live
     with tracker:
         step()
-    memory = update_memory(size, tokens=tokens, step_tokens=tokens - 1, itemsize=4, checkpointing=checkpointing)
+    memory = update_memory(
+        size, tokens=tokens, step_tokens=tokens - 1, itemsize=dtype.itemsize, checkpointing=checkpointing
+    )
     fixed = memory.weights + memory.adapter + memory.optimizer
     assert resident == pytest.approx(fixed, rel=0.02)
     assert memory.total == pytest.approx(tracker.peak, rel=0.10), (memory, tracker.peak - resident)
 
 
+PRICE = Prices(2.5, 15.0, 0.25)
+SMALL_RUN = [
+    "steps=1", "tasks_per_step=24", "group_size=2", "eval.before=false", "eval.tasks=1", "report=false",
+    "checkpoint.check_disk=false",
+]  # fmt: skip
+
+
 def test_calls_are_those_of_the_method() -> None:
     assert sum(calls_a_step(1, 6, dynamic=True, citations=True).values()) == 20
     assert sum(calls_a_step(1, 6, dynamic=True, citations=False).values()) == 14
+    assert sum(calls_a_step(1, 6, dynamic=True, citations=True, lean=True).values()) == 14
     assert calls_a_step(16, 6, dynamic=False, citations=True) == {"score": 96, "attribute": 96}
+    assert calls_a_step(2, 3, dynamic=False, citations=False, voters=3) == {"score": 18}
+    assert calls_a_step(2, 3, dynamic=False, citations=True, lean=True, voters=3) == {"assess": 18}
+
+
+def test_the_paper_s_bill_implies_tokens_a_call() -> None:
     assert pytest.approx(0.0502, abs=1e-4) == PAPER_USD_A_CALL
-    price = (2.5e-6, 15e-6)
-    calls = calls_a_step(16, 6, dynamic=True, citations=True)
-    implied = implied_tokens(price, STATED, calls)
-    again = implied["tokens_in"] * price[0] + implied["tokens_out"] * price[1]
-    assert again == pytest.approx(PAPER_USD_A_CALL)
-    assert bill(calls, STATED, None)["usd"] is None  # an unknown price is no zero
+    price = Prices(2.5, 15.0)
+    implied = implied_tokens(price, STATED, calls_a_step(16, 6, dynamic=True, citations=True))
+    assert (implied["tokens_in"] * price.input + implied["tokens_out"] * price.output) / 1e6 == pytest.approx(
+        PAPER_USD_A_CALL
+    )
+    # By hand: 20 calls of a group are 4,500 + 6·13,500 + 62,000 + 6·13,500 + 6·14,500 = 315,500 tokens in and
+    # 1,500 + 6·1,000 + 2,500 + 6·2,800 + 6·2,200 = 40,000 out: 11.25% out.
+    share = 40_000 / 355_500
+    assert implied["tokens_a_call"] == pytest.approx(PAPER_USD_A_CALL * 1e6 / (2.5 * (1 - share) + 15 * share))
 
 
-def test_means_come_from_an_archive(tmp_path: Path) -> None:
+def test_prices_are_given_packaged_or_unknown() -> None:
+    assert price_of("openai/gpt-5.4") == Prices(2.5, 15.0, 0.25)
+    assert price_of("some/model", {"input": 1, "output": 2}) == Prices(1.0, 2.0)
+    assert price_of("some/model") is None
+    assert bill({"score": 1}, STATED, None)["usd"] is None  # an unknown price is no zero
+
+
+def archived(run: Path, scored: int) -> None:
+    """Two steps of two groups of three rollouts; `scored` of the twelve got a score."""
     for step in (0, 1):
-        folder = tmp_path / "archive" / f"step={step:06d}"
+        folder = run / "archive" / f"step={step:06d}"
         folder.mkdir(parents=True)
-        rows = [{"phase": "score", "step": step, "tokens_in": 100 + step, "tokens_out": 10}] * 3
-        rows.append({"phase": "merge", "step": step, "tokens_in": 900, "tokens_out": 50})
+        mine = scored // 2
+        rows = [{"phase": "score", "tokens_in": 100 + step, "tokens_out": 10, "tokens_cached": 50}] * mine
+        rows += [{"phase": "merge", "tokens_in": 900, "tokens_out": 50, "tokens_cached": 0}] * 2
         pq.write_table(pa.Table.from_pylist(rows), folder / "judge_calls.parquet")
-    means, calls = archive_means(tmp_path)
-    assert means == {"score": (100.5, 10.0), "merge": (900.0, 50.0)}
-    assert calls == {"score": 3.0, "merge": 1.0}
-    total = bill(calls, means, (1e-3, 1e-2))
-    assert total["usd"] == pytest.approx(3 * (0.1005 + 0.1) + 0.9 + 0.5)
+        places = [{"step": step, "group": g} for g in (0, 1) for _ in range(3)]
+        pq.write_table(pa.Table.from_pylist(places), folder / "trajectories.parquet")
+
+
+def test_calls_and_means_come_from_an_archive(tmp_path: Path) -> None:
+    archived(tmp_path, 6)
+    means = archive_calls(tmp_path)
+    assert means == {"score": Call(100.5, 10.0, 50.0, 0.5), "merge": Call(900.0, 50.0, 0.0, 1.0)}
+    most = calls_a_step(16, 6, dynamic=True, citations=True)
+    calls = expected_calls(most, means, 16, 6)  # of another size than the archive
+    assert calls == {"score": 48.0, "merge": 16.0, "propose_task": 16.0, "propose_rollout": 96.0, "attribute": 96.0}
+    total = bill({"score": 48, "merge": 16}, means, Prices(1.0, 10.0, 0.5))
+    assert total["usd"] == pytest.approx((48 * (50.5 + 25 + 100) + 16 * (900 + 500)) / 1e6)
+    assert bill({"attribute": 2}, means, None)["tokens_in"] == 2 * STATED["attribute"].tokens_in  # not in the archive
+
+
+def test_the_means_of_one_archive_predict_the_bill_of_another(tmp_path: Path) -> None:
+    """Two real runs on desk that differ in seed, tasks and rollouts; at the price of the paper's judge."""
+    bills = []
+    for seed in (0, 1):
+        run = tmp_path / str(seed)
+        GlobalHydra.instance().clear()
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", [*SMALL_RUN, f"seed={seed}", f"run={run}"])
+        train(config)
+        rows = read_table(run, "judge_calls")
+        tokens = (sum(rows[name].to_pylist()) for name in ("tokens_in", "tokens_out", "tokens_cached"))
+        bills.append(PRICE.cost(Usage(*tokens)) / config.steps)
+    means, most = archive_calls(tmp_path / "0"), calls_a_step(24, 2, dynamic=True, citations=True)
+    calls = expected_calls(most, means, 24, 2)
+    assert sum(calls.values()) < sum(most.values())  # some groups need fewer calls than the method has
+    predicted = bill(calls, means, PRICE)
+    assert predicted["usd"] == pytest.approx(bills[1], rel=0.15)
+    assert bill(most, means, PRICE)["usd"] > predicted["usd"]
+    assert bills[0] != bills[1]
 
 
 def test_the_script_prints_one_object_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,10 +264,33 @@ def test_the_script_prints_one_object_and_a_verdict(capsys: pytest.CaptureFixtur
     assert set(printed["layouts"]) == {"colocated", "split"}
     assert all(layout["fits"] and not layout["advice"] for layout in printed["layouts"].values())
     assert plan_script.main(options) == 0
-    assert "GB a GPU" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "GB a GPU" in said
+    assert "assumed: mfu=0.35" in said
+    assert "no bill" in said  # the scripted judge
 
 
-def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("experiment", ["appworld_qwen36_27b", "appworld_qwen25_32b"])
+def test_the_paper_s_runs_fit_and_what_to_type_composes(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_script.main([f"experiment={experiment}", "gpus=8", "gpu=h100-80gb", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["judge"]["step"]["calls"] == 320
+    for name, layout in plan["layouts"].items():
+        assert layout["fits"]
+        assert layout["update_bytes"]["total"] + 0 < layout["budget_bytes"]
+        assert layout["serve_bytes"]["total"] + layout["resident_bytes"] <= layout["budget_bytes"]
+        GlobalHydra.instance().clear()
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", [f"experiment={experiment}", *layout["settings"], "run=x"])
+        assert sharded(config)
+        assert processes(config) == (layout["train_gpus"], 1)
+        launch = hydra.utils.instantiate(config.engine.launch)
+        assert launch.servers == layout["servers"]
+        sets = [int(i) for one in launch.gpus for i in one.split(",")]
+        assert sets == list(range(8)) if name == "colocated" else sets == [4, 5, 6, 7]
+
+
+def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["policy=qwen25_32b", "gpus=8", "gpu=a100-40gb", "trainer=ddp", "--json"]
     assert plan_script.main(options) == 1
     found = json.loads(capsys.readouterr().out)["layouts"]["colocated"]
@@ -202,5 +300,10 @@ def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixt
     assert "expected one of a100-40gb" in capsys.readouterr().err
     assert plan_script.main(["policy=hf", "policy.path=no/such"]) == 2
     assert "its shape is not shipped" in capsys.readouterr().err
+    for wrong in ("mfu=fast", "gpus=0", "turns=-1"):
+        assert plan_script.main([wrong]) == 2
+        assert f"{wrong}: expected a number above 0" in capsys.readouterr().err
+    assert plan_script.main(["policy=tiny", f"judge_from={tmp_path}"]) == 2
+    assert "no judge_calls.parquet" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         model_config("no/such")

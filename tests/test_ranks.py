@@ -32,6 +32,7 @@ REPLAY = [
 DDP = [*REPLAY, "trainer=ddp"]
 FSDP = [*REPLAY, "trainer=fsdp", "distributed.gather_for_rollouts=true"]
 DDP_ON_CPU = ["trainer=ddp", "trainer.accelerator=cpu"]
+LOW = ["policy.dtype=bfloat16", "+policy.gradient_checkpointing=true", "steps=2"]
 FAULT = [*DDP, "distributed.timeout_s=10"]
 
 
@@ -44,6 +45,9 @@ JOBS: list[dict[str, Any]] = [
     {"name": "one", "ranks": 1, "overrides": [*REPLAY, "run=one"]},
     {"name": "ddp", "ranks": 2, "overrides": [*DDP, "run=ddp"]},
     {"name": "fsdp", "ranks": 2, "overrides": [*FSDP, "run=fsdp"]},
+    {"name": "alone", "ranks": 1, "overrides": [*DDP, "run=alone"]},
+    {"name": "low1", "ranks": 1, "overrides": [*REPLAY, *LOW, "run=low1"]},
+    {"name": "low2", "ranks": 2, "overrides": [*FSDP, *LOW, "run=low2"]},
     # across numbers of processes and strategies: 2 (FSDP) → 1 → 2 (DDP)
     {"name": "moved1", "ranks": 2, "overrides": [*FSDP, "steps=2", "run=moved"]},
     {"name": "moved2", "ranks": 1, "overrides": ["resume=moved", "steps=3", "trainer=cpu"]},
@@ -76,9 +80,13 @@ def said(folder: Path, name: str, rank: int) -> str:
     return (folder / f"{name}.{rank}.log").read_text()
 
 
-def flat(run: Path, file: str = "adapter/adapter_model.safetensors") -> torch.Tensor:
+def flat(run: Path, file: str = "adapter/adapter_model.safetensors", *, part: str = "") -> torch.Tensor:
     tensors = load_file(checkpoints(run)[-1] / file)
-    return torch.cat([tensors[k].flatten().double() for k in sorted(tensors)])
+    return torch.cat([tensors[k].flatten().double() for k in sorted(tensors) if part in k])
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "moved"])
@@ -87,19 +95,41 @@ def test_the_adapter_is_that_of_one_process(ran: Any, name: str) -> None:
     for job, (codes, _) in results.items():
         if job.startswith(name) or job in ("one", "source"):
             assert set(codes) == {0}, said(folder, job, 0)[-3000:]
-    one, many = flat(folder / "one"), flat(folder / name)
-    start = flat(folder / "one") * 0
-    assert (one - start).norm() > 0
-    assert float((many - one).norm() / one.norm()) < 1e-5
-    moments, others = (flat(folder / n, "optimizer.safetensors") for n in ("one", name))
-    assert float((others - moments).norm() / moments.norm()) < 1e-4
+    assert apart(flat(folder / name), flat(folder / "one")) < 1e-5
+    # The second factors begin at zero: all that is in them was learned.
+    learned, expected = (flat(folder / n, part="lora_B") for n in (name, "one"))
+    assert float(expected.norm()) > 0.1
+    assert apart(learned, expected) < 1e-5
+    assert apart(*(flat(folder / n, "optimizer.safetensors") for n in (name, "one"))) < 1e-4
     assert [f.name for f in step_folders(folder / name)] == [f.name for f in step_folders(folder / "one")]
-    rows, expected = (read_metrics(folder / n / "metrics.csv")[1] for n in (name, "one"))
+    rows, wanted = (read_metrics(folder / n / "metrics.csv")[1] for n in (name, "one"))
     assert [r["step"] for r in rows] == ["1", "2", "3", "4", "5"]
-    for ours, theirs in zip(rows, expected, strict=True):
+    for ours, theirs in zip(rows, wanted, strict=True):
         assert float(ours["update/grad_norm"]) == pytest.approx(float(theirs["update/grad_norm"]), rel=1e-3)
         assert ours["update/step_tokens"] == theirs["update/step_tokens"]
     assert read_table(folder / name, "credits").equals(read_table(folder / "one", "credits"))
+
+
+def test_a_world_of_one_is_a_run_without_distribution_to_the_bit(ran: Any) -> None:
+    folder, results = ran
+    assert results["alone"][0] == [0], said(folder, "alone", 0)[-3000:]
+    for file in ("adapter/adapter_model.safetensors", "optimizer.safetensors"):
+        assert torch.equal(flat(folder / "alone", file), flat(folder / "one", file))
+
+
+def test_sixteen_bits_and_checkpointed_layers_shard(ran: Any) -> None:
+    """FSDP2 multiplies the adapter in bfloat16, one device in float32: alike to the precision of bfloat16."""
+    folder, results = ran
+    for name in ("low1", "low2"):
+        assert set(results[name][0]) == {0}, said(folder, name, 0)[-3000:]
+    norms = [
+        [float(r["update/grad_norm"]) for r in read_metrics(folder / n / "metrics.csv")[1]] for n in ("low1", "low2")
+    ]
+    assert norms[1][0] == pytest.approx(norms[0][0], rel=2e-3)
+    learned, expected = (flat(folder / n, part="lora_B") for n in ("low2", "low1"))
+    assert float(torch.cosine_similarity(learned, expected, dim=0)) > 0.99
+    saved = load_file(checkpoints(folder / "low2")[-1] / "adapter" / "adapter_model.safetensors")
+    assert {t.dtype for t in saved.values()} == {torch.float32}
 
 
 def test_a_checkpoint_holds_every_rank(ran: Any) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,29 @@ def test_ranks_share_ports_and_only_the_first_starts_servers(
     with pytest.raises(ConfigError, match=r"engine\.launch\.port must be set under torchrun"):
         launched(Launch(count=2))
     assert launched(Launch(count=2, port=8100)) == ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]
+
+
+def test_ranks_of_a_machine_agree_on_ports_and_key_without_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of two ranks each: what their first ranks choose comes to the second ones."""
+    monkeypatch.setattr(Launched, "_start", lambda self, index, command, environment: None)
+    monkeypatch.setenv("VLLM_API_KEY", "")  # put back afterwards
+    told: list[tuple[str, Any]] = []
+
+    def gather(value: tuple[str, Any]) -> list[tuple[str, Any]]:
+        told.append(value)
+        return [("9", ([1], "of another machine")), *told]
+
+    monkeypatch.setattr(launching, "gather", gather)
+    found = []
+    for node, rank in (("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")):
+        monkeypatch.setenv("GROUP_RANK", node)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        found.append((launching._agreed(Launch(count=2), "VLLM_API_KEY"), os.environ["VLLM_API_KEY"]))
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][1] != found[2][1]
+    assert len(set(found[0][0])) == 2
 
 
 @pytest.mark.parametrize(

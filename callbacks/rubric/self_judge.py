@@ -24,9 +24,9 @@ from draco.chat import ChatFormat
 from draco.errors import ConfigError
 from draco.judge import local
 from draco.judge.client import JudgeClient
+from draco.judge.context import needed_context
 from draco.judge.ensemble import Panel, Voter
 from draco.judge.stage import JudgedRubric
-from draco.judge.transcript import DIGEST
 from draco.stages import RolloutStage, find_stage
 from draco.types import Group, Judgement
 
@@ -37,22 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["SelfJudgeRubric", "needed_context"]
 
 _TOO_SMALL = "draco.policies.tiny"
-_CRITERIA = 6000  #: tokens for 24 criteria and candidates, and for the instructions
-_STEP = (DIGEST.action + DIGEST.observation) // 3 + 20  #: tokens of one step in a digest, at most
-
-
-def needed_context(plan: str, group_size: int, prompt: int, response: int, turns: int, reply: int) -> dict[str, int]:
-    """Tokens that the largest calls may need: `score`, which shows one rollout, and `merge`, which shows all.
-
-    Args:
-        plan: paper | lean. The lean plan's merge is an estimate: a quarter of each rollout stands in full in it.
-        group_size: G.
-        prompt, response, turns: limits of one rollout.
-        reply: limit of the judge's reply.
-    """
-    one = prompt + response
-    shown = one if plan == "paper" else min(one, turns * _STEP + response // 4)
-    return {"score": one + _CRITERIA + reply, "merge": group_size * shown + _CRITERIA + reply}
 
 
 class SelfJudgeRubric(JudgedRubric):

@@ -18,7 +18,8 @@ from draco.errors import ConfigError
 from draco.evaluation.metrics import summarise
 from draco.evaluation.records import Usage, evaluate_groups, token_usage
 from draco.loader import EvalLoader
-from draco.run import Parts, build, select_tasks
+from draco.run import Parts, build
+from draco.runchecks import select_tasks
 from draco.stages import RolloutStage, find_stage
 from draco.types import Trajectory
 

@@ -41,7 +41,8 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int, step: int
         samples: rollouts a task.
         step: keys the sampling.
     """
-    from draco.run import build, select_tasks  # torch and lightning load here
+    from draco.run import build  # torch and lightning load here
+    from draco.runchecks import select_tasks
 
     config.rubric = {"name": "random", "stage": {"_target_": "callbacks.rubric.random.RandomRubric", "seed": 0}}
     parts = build(config)

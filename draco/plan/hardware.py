@@ -34,6 +34,7 @@ class Assumptions:
     mfu: float = 0.35  #: share of peak flops in the update
     prefill_mfu: float = 0.4  #: in vLLM's prefill
     decode_efficiency: float = 0.5  #: share of memory bandwidth in vLLM's decode
+    tp_efficiency: float = 0.85  #: speed that is left of a server for every doubling of its GPUs
     reserve: float = 6e9  #: bytes a GPU that neither side gets: CUDA context, NCCL, fragmentation
     response_tokens: float = 9000  #: mean of a trajectory, observations included
     sampled_share: float = 0.35  #: of them, sampled by the policy; the others are observations

@@ -9,6 +9,10 @@ runs, in bytes a token (s: bytes of a number; h, f: widths; Q, K: widths of all 
     LoRA         lows · r · s                   x Aᵀ of every adapted matrix
     backward     2 f·s + h·s                    gradients alive at the widest point (the MLP product)
 
+A 16-bit base with a float32 adapter (one device, ddp) multiplies the adapter in float32: every adapted matrix keeps a
+float32 copy of its input, 4 Σ in + 4 lows · r, in place of what the norms, the attention and the MLP hand to it
+(2 h·s + Q·s + f·s), and the widest point holds 4 f more. FSDP2 computes both in 16 bits.
+
 A linear-attention layer (Gated DeltaNet, fused kernels) keeps q, k, v before and after the convolution, gates and
 output instead of the attention line: (4 K_lin + 5 V_lin) s. That line is an estimate; the others are checked against
 tracked tensor bytes in tests/test_plan.py.
@@ -49,14 +53,22 @@ class UpdateMemory:
         return {**asdict(self), "total": self.total}
 
 
-def layer_activation_bytes(size: ModelSize, itemsize: int) -> tuple[int, int]:
-    """Bytes a token that one layer keeps for its backward pass, and bytes a token of gradients at its widest point."""
+def layer_activation_bytes(size: ModelSize, itemsize: int, *, mixed: bool = False) -> tuple[int, int]:
+    """Bytes a token that one layer keeps for its backward pass, and bytes a token of gradients at its widest point.
+
+    Args:
+        size: of the policy.
+        itemsize: bytes of a base weight.
+        mixed: the adapter computes in float32, the base in 16 bits.
+    """
     h, f, s = size.hidden, size.ffn, itemsize
     norms = 2 * (h * s + (4 * h if s < 4 else h * s)) + 8
     attention = (3 * size.query + 2 * size.key_value) * s + 4 * size.heads + (2 * size.query * s if size.gated else 0)
     linear = (4 * size.linear_key + 5 * size.linear_value) * s if size.linear_heads else 0
-    kept = norms + max(attention, linear) + 4 * f * s + size.lora_per_layer * size.rank * s
-    return kept, 2 * f * s + h * s
+    lows = size.lora_per_layer * size.rank
+    lora = 4 * (lows + size.lora_inputs) if mixed else lows * s
+    instead = (2 * h + size.query + f) * s if mixed else 0
+    return norms + max(attention, linear) + 4 * f * s + lora - instead, 2 * f * s + h * s + (4 * f if mixed else 0)
 
 
 def update_memory(
@@ -72,7 +84,7 @@ def update_memory(
         itemsize: bytes of a base weight.
         checkpointing: layers keep their input alone.
     """
-    kept, gradients = layer_activation_bytes(size, itemsize)
+    kept, gradients = layer_activation_bytes(size, itemsize, mixed=itemsize < 4 and shards == 1)
     gathered = 0
     if shards > 1:  # a layer, the next one on its way, and embedding + head around the whole pass
         gathered = (2 * size.largest_layer + size.outside) * itemsize

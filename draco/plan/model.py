@@ -42,9 +42,15 @@ class ModelSize:
     lora_parameters: int
     lora_layers: int  #: adapted matrices in all
     lora_per_layer: int  #: the same, of one layer at most
+    lora_inputs: int  #: widths of their inputs together, of one layer at most
     largest_layer: int  #: parameters of the largest decoder layer, adapter excluded
     outside: int  #: parameters outside the decoder layers: embedding, norm, head
     context: int
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that keys and values have."""
+        return self.key_value * self.heads // self.query
 
     def kv_bytes(self, itemsize: int = 2) -> int:
         """Key/value cache of one token."""
@@ -97,6 +103,7 @@ def size_of_model(model: nn.Module, config: Any, rank: int) -> ModelSize:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "linear_num_value_heads", 0) if "linear_attention" in kinds else 0
     adapted = [sum("lora_A" in n for n, _ in layer.named_parameters()) for layer in layers]
+    inputs = [sum(p.shape[1] for n, p in layer.named_parameters() if "lora_A" in n) for layer in layers]
     q_out = {m.base_layer.out_features for n, m in model.named_modules() if n.endswith("q_proj")}
     return ModelSize(
         model_type=config.model_type,
@@ -117,6 +124,7 @@ def size_of_model(model: nn.Module, config: Any, rank: int) -> ModelSize:
         lora_parameters=sum(p.numel() for p in lora.values()),
         lora_layers=sum(adapted),
         lora_per_layer=max(adapted),
+        lora_inputs=max(inputs),
         largest_layer=max(frozen),
         outside=sum(p.numel() for p in base) - sum(frozen),
         context=getattr(config, "max_position_embeddings", 0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,18 @@ import torch
 from omegaconf import DictConfig
 
 from draco.errors import ConfigError
+from draco.judge.context import needed_context
+from draco.judge.spend import Prices
 from draco.placement import sharded
 from draco.plan.hardware import Assumptions, Gpu, gpu_named
-from draco.plan.judge import STATED, archive_means, bill, calls_a_step, implied_tokens, prices
+from draco.plan.judge import STATED, archive_calls, bill, calls_a_step, expected_calls, implied_tokens, price_of
 from draco.plan.memory import update_memory
 from draco.plan.model import ModelSize, build, layer_shards, model_config, size_of_model
 
 __all__ = ["layouts", "make_plan"]
+
+#: the paper's judge, GPT-5.4, by litellm's packaged table of 2026-11
+_GPT = Prices(2.5, 15.0, 0.25)
 
 
 def make_plan(
@@ -77,8 +84,8 @@ def _layout(
     itemsize: int,
     a: Assumptions,
 ) -> dict[str, Any]:
-    limits, groups = config.limits, config.tasks_per_step
-    rollouts = groups * config.group_size
+    limits = config.limits
+    rollouts = config.tasks_per_step * config.group_size
     longest = limits.max_prompt_tokens + limits.max_response_tokens
     micro = max(longest, config["update"].micro_batch_tokens)
     shards = train if sharded(config) else 1
@@ -86,57 +93,77 @@ def _layout(
         size, tokens=micro, step_tokens=int(micro * a.sampled_share), shards=shards, itemsize=itemsize,
         checkpointing=bool(config.policy.get("gradient_checkpointing", False)),
     )  # fmt: skip
-
-    # Servers: as many of the smallest tensor-parallel size as hold the weights and the longest trajectories of a batch.
+    # One side works at a time. The trainer's weights stay where they are during rollouts; sleeping servers keep none.
+    resident = update.weights + update.adapter + update.optimizer if colocated else 0
+    offered = gpu.memory - a.reserve
+    room = min(0.9 * gpu.memory, gpu.memory - resident) - a.reserve
     weights = (size.parameters + size.lora_parameters) * 2
-    room = gpu.memory * 0.9 - a.reserve
-    tp = next((n for n in (1, 2, 4, 8, 16) if n <= serve and weights / n + longest * size.kv_bytes() / n < room), 0)
-    servers = serve // tp if tp else 0
-    mean = limits.max_prompt_tokens * 0.5 + a.response_tokens
-    sequence = mean * size.kv_bytes() + size.state_bytes()
-    kv = max(room - weights / tp, 0.0) if tp else 0.0
-    at_once = min(kv * tp / sequence, rollouts / servers) if tp else 0.0
-    offered = gpu.memory - a.reserve  # one side at a time: the servers sleep while the trainer updates
-    serving = weights / tp + kv if tp else weights / serve
-    fits_update = update.total <= offered
-    fits_serving = bool(tp)
-    speed = _speed(size, gpu, train, servers, tp, at_once, rollouts, mean, a) if tp else None
+    load = Load(rollouts, limits.max_prompt_tokens * 0.5 + a.response_tokens)
+    fitting = [  # more GPUs than key heads would hold copies of the cache
+        n for n in (1, 2, 4, 8, 16)
+        if n <= serve and size.kv_heads % n == 0 and weights / n + longest * size.kv_bytes() / n < room
+    ]  # fmt: skip
+    speeds = {n: _speed(size, gpu, load, a, train=train, servers=serve // n, tp=n, room=room) for n in fitting}
+    tp = min(speeds, key=lambda n: speeds[n]["rollout_s"], default=0)
+    speed = speeds.get(tp)
+    serving = {"weights": weights / tp, "kv_cache": room - weights / tp, "total": room} if tp else None
+    fits = update.total <= offered and bool(tp)
     return {
         "train_gpus": train, "serve_gpus": serve, "same_gpus": colocated,
-        "update_bytes": update.as_dict(),
-        "serve_bytes": {"weights": weights / tp if tp else None, "kv_cache": kv, "total": serving},
-        "tensor_parallel": tp, "servers": servers, "sequences_at_once": at_once,
-        "budget_bytes": offered, "fits": fits_update and fits_serving,
+        "update_bytes": update.as_dict(), "resident_bytes": resident,
+        "serve_bytes": serving or {"weights": None, "kv_cache": None, "total": None},
+        "tensor_parallel": tp, "servers": serve // tp if tp else 0, "budget_bytes": offered, "fits": fits,
         "advice": _advice(config, size, update.as_dict(), offered, shards, train, tp, itemsize),
+        "settings": _settings(config, train, serve, tp, colocated, room / gpu.memory) if fits else [],
         "speed": speed, "hours": None if speed is None else config.steps * speed["step_s"] / 3600,
     }  # fmt: skip
 
 
+def _settings(config: DictConfig, train: int, serve: int, tp: int, colocated: bool, share: float) -> list[str]:
+    """What to type for a layout: options of train.py."""
+    first = 0 if colocated else train
+    sets = [",".join(str(first + i * tp + j) for j in range(tp)) for i in range(serve // tp)]
+    return [
+        f"placement={'colocated' if colocated else 'split'}",
+        f"trainer={'fsdp' if sharded(config) else 'ddp'}",
+        f"trainer.devices={train if colocated else list(range(train))}".replace(" ", ""),
+        f"engine.launch.tensor_parallel={tp}",
+        f"engine.launch.gpus={json.dumps(sets, separators=(',', ':'))}",
+        f"engine.launch.memory_share={int(share * 20) / 20}",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one step has to roll out."""
+
+    rollouts: int
+    mean: float  #: tokens of one, prompt included
+
+    @property
+    def tokens(self) -> float:
+        return self.rollouts * self.mean
+
+
 def _speed(
-    size: ModelSize,
-    gpu: Gpu,
-    train: int,
-    servers: int,
-    tp: int,
-    at_once: float,
-    rollouts: int,
-    mean: float,
-    a: Assumptions,
+    size: ModelSize, gpu: Gpu, load: Load, a: Assumptions, *, train: int, servers: int, tp: int, room: float
 ) -> dict[str, float]:
     """Seconds of a step. Update: 8 flops a parameter and token (forward, recomputation, backward of frozen weights, and
     the reference pass), and attention's products. Decode: weights once a tick, and every sequence's cache."""
-    tokens = rollouts * mean
-    attention = 8 * 2 * size.attention_layers * size.query * mean / 2
-    update = tokens * (8 * size.parameters + attention) / (train * gpu.flops * a.mfu)
+    kv = room * tp - (size.parameters + size.lora_parameters) * 2
+    at_once = min(kv / (load.mean * size.kv_bytes() + size.state_bytes()), load.rollouts / servers)
+    attention = 8 * 2 * size.attention_layers * size.query * load.mean / 2
+    update = load.tokens * (8 * size.parameters + attention) / (train * gpu.flops * a.mfu)
     sampled = a.response_tokens * a.sampled_share
-    seen = tokens - rollouts * sampled
-    tick = ((size.parameters * 2 + at_once * mean / 2 * size.kv_bytes()) / tp) / (gpu.bandwidth * a.decode_efficiency)
-    decode = sampled * tick * rollouts / (servers * max(at_once, 1e-9))
-    prefill = seen * 2 * size.parameters / (servers * tp * gpu.flops * a.prefill_mfu)
+    seen = load.tokens - load.rollouts * sampled
+    width = tp * a.tp_efficiency ** math.log2(tp)
+    read = size.parameters * 2 + at_once * load.mean / 2 * size.kv_bytes()
+    decode = sampled * read / (width * gpu.bandwidth * a.decode_efficiency) * load.rollouts / (servers * at_once)
+    prefill = seen * 2 * size.parameters / (servers * width * gpu.flops * a.prefill_mfu)
     rollout = decode + prefill + a.turns * a.environment_s
     return {
-        "rollout_s": rollout, "update_s": update, "step_s": rollout + update,
-        "rollout_tokens_per_s": tokens / rollout, "update_tokens_per_s": tokens / update,
+        "rollout_s": rollout, "update_s": update, "step_s": rollout + update, "sequences_at_once": at_once * servers,
+        "rollout_tokens_per_s": load.tokens / rollout, "update_tokens_per_s": load.tokens / update,
     }  # fmt: skip
 
 
@@ -154,57 +181,60 @@ def _advice(
     if need["total"] <= room and tp:
         return []
     found = []
-    if not tp:
-        found.append("servers: no tensor-parallel size holds weights and one longest trajectory: more or larger GPUs")
-    if need["total"] <= room:
-        return found
     missing = need["total"] - room
-    if shards == 1 and train > 1 and need["weights"] * (1 - 1 / train) > 0.2 * missing:
+    if shards == 1 and train > 1 and (not tp or need["weights"] * (1 - 1 / train) > 0.2 * missing):
         found.append("trainer=fsdp: cuts the base model over the GPUs")
-    if not config.policy.get("gradient_checkpointing", False):
-        found.append("policy.gradient_checkpointing=true: layers keep their input alone")
-    if itemsize == 4:
-        found.append("policy.dtype=bfloat16: half the weights")
-    if need["layer_inputs"] + need["layer"] > 0.3 * missing:
-        longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-        if config["update"].micro_batch_tokens > longest:
-            found.append(f"update.micro_batch_tokens={longest}: activations shrink with it")
-        a_token = (need["layer_inputs"] + need["layer"]) / max(longest, config["update"].micro_batch_tokens)
-        fitting = int(longest - missing / a_token)
-        if fitting > 2048:
-            found.append(
-                f"limits.max_response_tokens={fitting - config.limits.max_prompt_tokens}: shorter trajectories"
-            )
+    if missing > 0:
+        if not config.policy.get("gradient_checkpointing", False):
+            found.append("policy.gradient_checkpointing=true: layers keep their input alone")
+        if itemsize == 4:
+            found.append("policy.dtype=bfloat16: half the weights")
+        if need["layer_inputs"] + need["layer"] > 0.3 * missing:
+            longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
+            if config["update"].micro_batch_tokens > longest:
+                found.append(f"update.micro_batch_tokens={longest}: activations shrink with it")
+            a_token = (need["layer_inputs"] + need["layer"]) / max(longest, config["update"].micro_batch_tokens)
+            fitting = int(longest - missing / a_token) - config.limits.max_prompt_tokens
+            if fitting > 2048:
+                found.append(f"limits.max_response_tokens={fitting}: shorter trajectories")
+    if not tp:
+        found.append("servers: no tensor-parallel size holds weights and one longest trajectory beside the trainer")
     found.append("more GPUs, or GPUs with more memory")
     return found
 
 
 def _judge(config: DictConfig, size: ModelSize, a: Assumptions, archive: Path | None) -> dict[str, Any]:
     if "judge" not in config.rubric.stage:
-        return {"calls_a_step": {}, "step": None, "run": None}
-    dynamic, citations = config.rubric.name != "static", config.credit.name == "step"
-    model = str(config.judge.get("model", ""))
-    calls: dict[str, float] = dict(
-        calls_a_step(config.tasks_per_step, config.group_size, dynamic=dynamic, citations=citations)
-    )
-    means = STATED
-    if archive is not None:
-        means, calls_seen = archive_means(archive)
-        calls = calls_seen
-    price = prices(model)
-    step = bill(calls, means, price)
+        return {"step": None, "run": None}
+    stage, groups, members = config.rubric.stage, config.tasks_per_step, config.group_size
+    own = "k" in stage  # the policy judges
+    voters = int(stage.k) if own else max(len(config.judge.get("members") or []), 1)
+    plan = str(stage.judge.get("plan", "paper"))
+    most = calls_a_step(
+        groups, members, dynamic=config.rubric.name != "static", citations=config.credit.name == "step",
+        lean=plan == "lean", voters=voters,
+    )  # fmt: skip
+    means = STATED if archive is None else archive_calls(archive)
+    model = str(stage.judge.get("model", ""))
+    free = own or "scripted" in model
+    price = Prices(0.0, 0.0) if free else price_of(model, stage.judge.get("prices"))
+    step = bill(expected_calls(most, means, groups, members), means, price)
     run = {
         key: None if step[key] is None else step[key] * config.steps
-        for key in ("calls", "tokens_in", "tokens_out", "usd")
+        for key in ("calls", "tokens_in", "tokens_out", "tokens_cached", "usd")
     }
-    longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-    merge = config.group_size * longest + 4000 + (15 + 10 * config.group_size) * 120
-    reference = price or (2.5e-6, 15e-6)
+    reply = int(stage.get("max_reply_tokens", 4096))
+    limits = config.limits
+    context = needed_context(
+        plan, members, limits.max_prompt_tokens, limits.max_response_tokens, limits.max_turns, reply
+    )["merge"]
     paper = calls_a_step(16, 6, dynamic=True, citations=True)
     return {
-        "model": model, "priced": price is not None, "means_from": str(archive) if archive else "stated",
+        "model": model, "free": free, "priced": price is not None,
+        "means_from": str(archive) if archive else "stated", "most_calls": sum(most.values()),
+        "not_in_archive": sorted(most.keys() - means.keys()),
         "step": step, "run": run,
         "seconds_a_step": step["calls"] * a.judge_latency_s / a.judge_concurrency,
-        "self_judge": {"merge_context": merge, "policy_context": size.context, "fits": merge <= size.context},
-        "paper": implied_tokens(reference, STATED, paper),
+        "self_judge": {"merge_context": context, "policy_context": size.context, "fits": context <= size.context},
+        "paper": implied_tokens(_GPT, STATED, paper) | {"input_usd": _GPT.input, "output_usd": _GPT.output},
     }  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from draco.distributed import gather, world_size
 from draco.errors import ConfigError
 from draco.policy import Policy
 
@@ -153,7 +154,7 @@ class Launched:
     ) -> None:
         self._launch, self._processes, self._logs = launch, list[subprocess.Popen[bytes]](), logs
         rank = local_rank()
-        ports = _ports(launch, rank)
+        ports = _agreed(launch, key_variable) if _torchrun() and world_size() > 1 else _ports(launch, rank)
         if not os.environ.get(key_variable):
             if rank or _torchrun():
                 raise ConfigError(
@@ -245,21 +246,38 @@ def _interpreter(python: str) -> str:
     return str(path.absolute())  # not resolved: the link is what makes it the environment's
 
 
+def _agreed(launch: Launch, key_variable: str) -> list[int]:
+    """Ports and API key that the first process of every machine chooses for all processes of that machine."""
+    node, choice = os.environ.get("GROUP_RANK", "0"), None
+    if local_rank() == 0:
+        choice = (_free(launch), os.environ.get(key_variable) or secrets.token_urlsafe(24))
+    ports, key = next(chosen for where, chosen in gather((node, choice)) if where == node and chosen is not None)
+    os.environ[key_variable] = key
+    return list(ports)
+
+
 def _ports(launch: Launch, rank: int) -> list[int]:
     """Chosen by the first process; those that Lightning starts inherit the choice."""
     if launch.port is not None:
-        return list(range(launch.port, launch.port + launch.servers))
+        return _free(launch)
     if rank and (known := os.environ.get(_PORTS)):
         return [int(port) for port in known.split(",")]
     if rank or _torchrun():
         raise ConfigError("engine.launch.port must be set under torchrun, so that every rank knows where servers are")
+    ports = _free(launch)
+    os.environ[_PORTS] = ",".join(map(str, ports))
+    return ports
+
+
+def _free(launch: Launch) -> list[int]:
+    """The configured ports, or some that are free."""
+    if launch.port is not None:
+        return list(range(launch.port, launch.port + launch.servers))
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(launch.servers)]
         for one in sockets:
             one.bind((_HOST, 0))
-        ports = [int(one.getsockname()[1]) for one in sockets]
-    os.environ[_PORTS] = ",".join(map(str, ports))
-    return ports
+        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def _served_rank(policy: Policy) -> int:

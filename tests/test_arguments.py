@@ -1,0 +1,36 @@
+"""Command lines of scripts: options, and how a script ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from draco.arguments import parse, run_main
+from draco.errors import ConfigError
+
+
+def test_options_come_in_three_spellings_beside_bare_words() -> None:
+    words, given = parse(["runs/a/step=01", "n=3", "--out", "x", "--max-mb=2", "y"], ["n", "out", "max_mb"])
+    assert words == ["runs/a/step=01", "y"]
+    assert given == {"n": "3", "out": "x", "max_mb": "2"}
+    assert parse(["judge.model=m"], [], ["judge."])[1] == {"judge.model": "m"}
+    with pytest.raises(ConfigError, match="unknown option m; expected n, out"):
+        parse(["m=3"], ["out", "n"])
+    with pytest.raises(ConfigError, match="--n needs a value"):
+        parse(["--n"], ["n"])
+
+
+def test_a_script_ends_by_what_its_main_returns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["script.py", "7"])
+
+    def refuses(arguments: list[str]) -> None:
+        raise ConfigError(f"not {arguments[0]}")
+
+    for main, status in ((lambda a: int(a[0]), 7), (lambda a: None, None), (refuses, 2)):
+        with pytest.raises(SystemExit) as end:
+            run_main(main)
+        assert end.value.code == status
+    assert capsys.readouterr().err == "error: not 7\n"
+    with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
+        run_main(lambda a: 1 // 0)
