@@ -47,6 +47,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draco.attention import pack_attention
+from draco.fused import fuse_layers
 from draco.logprobs import step_logprobs
 from draco.lora import fuse_lora
 from draco.options import LossOptions
@@ -144,6 +145,7 @@ class Ours:
         self.model = get_peft_model(make_model(size), LoraConfig(**LORA))
         randomise(self.model)
         fuse_lora(self.model)
+        fuse_layers(self.model)
         self.rows = [Row(t, a) for t, a in trajectories(size)]
         self.device = torch.device("cpu")
         packed = pack_attention(self.model)
