@@ -208,9 +208,7 @@ def _rotary_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
 
 def _rotates_alike(own: Callable[..., Any], ours: Callable[..., Any]) -> bool:
     """Values and gradients on random input, with unlike halves of cos and sin."""
-    q, k, cos, sin, up_q, up_k = _random(
-        (2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 5, 8)
-    )
+    q, k, cos, sin, up_q, up_k = _random((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 5, 8))
     q.requires_grad_()
     k.requires_grad_()
     found = []

@@ -11,7 +11,8 @@ backward pass is one multiplication. That is two matrix products in all, as few 
 recomputed.
 
 Where the hidden states are float32 (or 64), they are multiplied by log₂(e) / T once and the softmax is taken in base 2:
-the logits need no pass for the temperature, and exp2 costs a CPU a third of exp.
+the logits need no pass for the temperature, and exp2 costs a CPU a third of exp. There the running maximum is left out
+too (two more passes), as long as no sum of powers comes near the range of float32.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ _LOGIT_TRANSFORMS: tuple[tuple[str, float | None], ...] = (
     ("logits_soft_cap", None),
     ("output_logits_scale", 1.0),
 )
+
+
+#: On a CPU base-2 logits are not shifted while the first ones are within ± this (the maximum over the vocabulary can
+#: then not be below −64, where small powers would vanish) and no sum of powers passes the other.
+_UNSHIFTED, _LARGEST_SUM = 64.0, 2.0**100
 
 
 def step_logprobs(
@@ -152,6 +158,8 @@ def _online(
     unit = 1.0 if half else math.log(2)  # nats of one unit of `logits`
     h = hidden if half else hidden.to(exact) * (1 / (temperature * unit))
     exp_ = Tensor.exp_ if half else Tensor.exp2_
+    unshifted: set[int] = set()  # token chunks whose `peak` is 0; a GPU would have to wait for the checks
+    keep = with_entropy and not needs_grad  # the logits beside their powers
     # One buffer for all chunks: fresh memory for each costs page faults. Where it is widened, cuBLAS makes its own.
     buffer = None if half else h.new_empty(min(rows, token_chunk) * min(vocab, vocab_chunk))
 
@@ -167,33 +175,38 @@ def _online(
         b = None if bias is None else bias[v0 : v0 + vocab_chunk].to(exact) * (1 / (temperature * unit))
         for n0 in range(0, rows, token_chunk):
             n = slice(n0, min(n0 + token_chunk, rows))
-            logits = _matmul(h[n], w.T, exact, buffer)
-            if half and temperature != 1.0:
-                logits /= temperature
-            if b is not None:
-                logits += b
+            logits = _logits(h[n], w, b, exact, buffer, temperature)
             here = targets[n] - v0
             inside = (here >= 0) & (here < len(w))
             picked = logits.gather(1, here.clamp(0, len(w) - 1).unsqueeze(1)).squeeze(1)
             chosen[n] = torch.where(inside, picked, chosen[n])
 
-            new_peak = torch.maximum(peak[n], logits.amax(dim=1))
-            rescale = exp_(peak[n] - new_peak)  # 0 for the first chunk
-            peak[n] = new_peak
-            if with_entropy and expected is None:
-                odds = exp_(logits - new_peak.unsqueeze(1))
-                # A batched dot product: no third buffer.
-                dot = torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
-                moment[n] = moment[n] * rescale + dot
-            else:
-                odds = exp_(logits.sub_(new_peak.unsqueeze(1)))
-            mass[n] = mass[n] * rescale + odds.sum(dim=1)
-            if expected is not None:
-                if v0:
+            if v0 == 0 and logits.device.type == "cpu" and float(logits.amax(dim=1).abs().max()) < _UNSHIFTED:
+                unshifted.add(n0)
+                peak[n] = 0.0
+            if n0 in unshifted:
+                odds = torch.exp2(logits) if keep else logits.exp2_()
+                total = odds.sum(dim=1)
+                if not float(total.max()) < _LARGEST_SUM:
+                    unshifted.remove(n0)  # this chunk once more, and shifted from here on
+                    logits = _logits(h[n], w, b, exact, buffer, temperature)
+            if n0 not in unshifted:
+                new_peak = torch.maximum(peak[n], logits.amax(dim=1))
+                rescale = exp_(peak[n] - new_peak)  # 0 for the first chunk
+                peak[n] = new_peak
+                odds = exp_(logits - new_peak.unsqueeze(1) if keep else logits.sub_(new_peak.unsqueeze(1)))
+                total = odds.sum(dim=1)
+                mass[n] *= rescale
+                moment[n] *= rescale
+                if expected is not None:
                     expected[n] *= rescale.unsqueeze(1)
+            mass[n] += total
+            if expected is not None:
                 _add_matmul(expected[n], odds, w)
                 if with_entropy and b is not None:
-                    moment[n] = moment[n] * rescale + odds @ b
+                    moment[n] += odds @ b
+            elif with_entropy:  # a batched dot product: no third buffer
+                moment[n] += torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
 
     lse = peak * unit + mass.log()  # nats
     logprobs = chosen * unit - lse
@@ -209,11 +222,19 @@ def _online(
     return logprobs, entropy, gradient
 
 
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype, buffer: Tensor | None) -> Tensor:
-    """a @ b with a result of `dtype`, in the 1-D `buffer` if there is one."""
+def _logits(
+    h: Tensor, w: Tensor, b: Tensor | None, dtype: torch.dtype, buffer: Tensor | None, temperature: float
+) -> Tensor:
+    """h Wᵀ + b in `dtype`, in the 1-D `buffer` if there is one (`h` and `b` are scaled by 1 / T then)."""
     if buffer is None:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b, out=buffer[: len(a) * b.shape[1]].view(len(a), b.shape[1]))
+        logits = torch.mm(h, w.T, out_dtype=dtype)
+        if temperature != 1.0:
+            logits /= temperature
+    else:
+        logits = torch.mm(h, w.T, out=buffer[: len(h) * len(w)].view(len(h), len(w)))
+    if b is not None:
+        logits += b
+    return logits
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
