@@ -54,7 +54,7 @@ def fuse_layers(model: nn.Module) -> dict[str, int]:
                 refused.add(kind.__name__)
                 continue
             forward = _norm_with_offset if offset else _norm
-            module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(forward, module)
             found["norms"] += 1
         elif _ROTARY in getattr(getattr(kind.forward, "__code__", None), "co_names", ()):
             if kind not in turned:
@@ -63,7 +63,7 @@ def fuse_layers(model: nn.Module) -> dict[str, int]:
                     refused.add(f"{kind.__name__}.{_ROTARY}")
             replacement = turned[kind]
             if replacement is not None:
-                module.forward = MethodType(replacement, module)  # type: ignore[method-assign]
+                module.forward = MethodType(replacement, module)
                 found["rotary"] += 1
     if refused:
         log.info("left as transformers computes them: %s", ", ".join(sorted(refused)))
