@@ -156,8 +156,9 @@ def _attention(
         )
     grouped = query.shape[1] != key.shape[1]
     outputs = []
+    alone = len(packed_lengths) == 1
     # `split`, not slices: the backward pass of a slice fills a whole row with zeros, of all splits it is one `cat`.
-    parts = (torch.split(t, list(packed_lengths), dim=2) for t in (query, key, value))
+    parts = ((t,) if alone else torch.split(t, list(packed_lengths), dim=2) for t in (query, key, value))
     for q, k, v in zip(*parts, strict=True):
         banded = sliding_window is not None and q.shape[2] > sliding_window
         out = scaled_dot_product_attention(
@@ -171,7 +172,7 @@ def _attention(
             enable_gqa=grouped,
         )
         outputs.append(out.transpose(1, 2))
-    return torch.cat(outputs, dim=1), None
+    return outputs[0] if alone else torch.cat(outputs, dim=1), None
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -9,10 +9,15 @@ The gradient does not depend on the upstream gradient except for a factor, so th
 beside the log-sum-exp (with the running maximum of an online softmax, as attention kernels do for values) and the
 backward pass is one multiplication. That is two matrix products in all, as few as full logits need; nothing is
 recomputed.
+
+Where the hidden states are float32 (or 64), they are multiplied by log₂(e) / T once and the softmax is taken in base 2:
+the logits need no pass for the temperature, and exp2 costs a CPU a third of exp. There the running maximum is left out
+too (two more passes), as long as no sum of powers comes near the range of float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -33,6 +38,11 @@ _LOGIT_TRANSFORMS: tuple[tuple[str, float | None], ...] = (
     ("logits_soft_cap", None),
     ("output_logits_scale", 1.0),
 )
+
+
+#: On a CPU base-2 logits are not shifted while the first ones are within ± this (the maximum over the vocabulary can
+#: then not be below −64, where small powers would vanish) and no sum of powers passes the other.
+_UNSHIFTED, _LARGEST_SUM = 64.0, 2.0**100
 
 
 def step_logprobs(
@@ -145,64 +155,86 @@ def _online(
     exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     # 16-bit products with a float32 result exist on CUDA; elsewhere both operands are widened first.
     half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    h = hidden if half else hidden.to(exact)
+    unit = 1.0 if half else math.log(2)  # nats of one unit of `logits`
+    h = hidden if half else hidden.to(exact) * (1 / (temperature * unit))
+    exp_ = Tensor.exp_ if half else Tensor.exp2_
+    unshifted: set[int] = set()  # token chunks whose `peak` is 0; a GPU would have to wait for the checks
+    keep = with_entropy and not needs_grad  # the logits beside their powers
+    # One buffer for all chunks: fresh memory for each costs page faults. Where it is widened, cuBLAS makes its own.
+    buffer = None if half else h.new_empty(min(rows, token_chunk) * min(vocab, vocab_chunk))
 
     peak = h.new_full((rows,), -torch.inf, dtype=exact)  # running maximum of the logits
     mass = h.new_zeros((rows,), dtype=exact)  # Σ exp(l − peak)
     moment = h.new_zeros((rows,), dtype=exact)  # Σ exp(l − peak) · l
-    chosen = h.new_zeros((rows,), dtype=exact)  # l of the target
+    chosen = h.new_zeros((rows,), dtype=exact)  # l of the target; it, peak and moment in units of `unit` nats
     expected = h.new_zeros((rows, width), dtype=exact) if needs_grad else None  # Σ exp(l − peak) · W_v
 
     for v0 in range(0, vocab, vocab_chunk):
         w = weight[v0 : v0 + vocab_chunk]
         w = w if half else w.to(exact)
-        b = None if bias is None else bias[v0 : v0 + vocab_chunk].to(exact)
+        b = None if bias is None else bias[v0 : v0 + vocab_chunk].to(exact) * (1 / (temperature * unit))
         for n0 in range(0, rows, token_chunk):
             n = slice(n0, min(n0 + token_chunk, rows))
-            logits = _matmul(h[n], w.T, exact)
-            if b is not None:
-                logits += b
-            if temperature != 1.0:
-                logits /= temperature
+            logits = _logits(h[n], w, b, exact, buffer, temperature)
             here = targets[n] - v0
             inside = (here >= 0) & (here < len(w))
             picked = logits.gather(1, here.clamp(0, len(w) - 1).unsqueeze(1)).squeeze(1)
             chosen[n] = torch.where(inside, picked, chosen[n])
 
-            new_peak = torch.maximum(peak[n], logits.amax(dim=1))
-            rescale = torch.exp(peak[n] - new_peak)  # 0 for the first chunk
-            peak[n] = new_peak
-            if with_entropy and expected is None:
-                odds = torch.exp(logits - new_peak.unsqueeze(1))
-                # A batched dot product: no third buffer.
-                dot = torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
-                moment[n] = moment[n] * rescale + dot
-            else:
-                odds = logits.sub_(new_peak.unsqueeze(1)).exp_()
-            mass[n] = mass[n] * rescale + odds.sum(dim=1)
-            if expected is not None:
-                if v0:
+            if v0 == 0 and logits.device.type == "cpu" and float(logits.amax(dim=1).abs().max()) < _UNSHIFTED:
+                unshifted.add(n0)
+                peak[n] = 0.0
+            if n0 in unshifted:
+                odds = torch.exp2(logits) if keep else logits.exp2_()
+                total = odds.sum(dim=1)
+                if not float(total.max()) < _LARGEST_SUM:
+                    unshifted.remove(n0)  # this chunk once more, and shifted from here on
+                    logits = _logits(h[n], w, b, exact, buffer, temperature)
+            if n0 not in unshifted:
+                new_peak = torch.maximum(peak[n], logits.amax(dim=1))
+                rescale = exp_(peak[n] - new_peak)  # 0 for the first chunk
+                peak[n] = new_peak
+                odds = exp_(logits - new_peak.unsqueeze(1) if keep else logits.sub_(new_peak.unsqueeze(1)))
+                total = odds.sum(dim=1)
+                mass[n] *= rescale
+                moment[n] *= rescale
+                if expected is not None:
                     expected[n] *= rescale.unsqueeze(1)
+            mass[n] += total
+            if expected is not None:
                 _add_matmul(expected[n], odds, w)
                 if with_entropy and b is not None:
-                    moment[n] = moment[n] * rescale + odds @ (b / temperature)
+                    moment[n] += odds @ b
+            elif with_entropy:  # a batched dot product: no third buffer
+                moment[n] += torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
 
-    lse = peak + mass.log()
-    logprobs = chosen - lse
+    lse = peak * unit + mass.log()  # nats
+    logprobs = chosen * unit - lse
     gradient = None
     if expected is not None:
         expected /= mass.unsqueeze(1)
         if with_entropy:  # Σ p_v l_v = (h · Σ p_v W_v + Σ p_v b_v) / T: free, given the gradient
-            moment += torch.linalg.vecdot(h.to(exact), expected) * mass / temperature
+            dot = torch.linalg.vecdot(h.to(exact), expected)
+            moment += (dot / temperature if half else dot) * mass
         gradient = weight.index_select(0, targets).to(exact).sub_(expected).div_(temperature)
         gradient = gradient.to(hidden.dtype)
-    entropy = lse - moment / mass if with_entropy else torch.zeros_like(lse)
+    entropy = lse - moment * unit / mass if with_entropy else torch.zeros_like(lse)
     return logprobs, entropy, gradient
 
 
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with a result of `dtype`."""
-    return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
+def _logits(
+    h: Tensor, w: Tensor, b: Tensor | None, dtype: torch.dtype, buffer: Tensor | None, temperature: float
+) -> Tensor:
+    """h Wᵀ + b in `dtype`, in the 1-D `buffer` if there is one (`h` and `b` are scaled by 1 / T then)."""
+    if buffer is None:
+        logits = torch.mm(h, w.T, out_dtype=dtype)
+        if temperature != 1.0:
+            logits /= temperature
+    else:
+        logits = torch.mm(h, w.T, out=buffer[: len(h) * len(w)].view(len(h), len(w)))
+    if b is not None:
+        logits += b
+    return logits
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -26,6 +26,7 @@ from draco.chat import ChatFormat
 from draco.checks import number, whole
 from draco.distributed import rank
 from draco.errors import AdapterError, ConfigError
+from draco.fused import fuse_layers
 from draco.kernels import require_kernels
 from draco.lora import fuse_lora
 from draco.sharding import full, is_sharded, like, on_meta, phantoms
@@ -56,6 +57,8 @@ class Policy(nn.Module):
         chat_template: a Jinja file that replaces the tokenizer's own template.
         template_kwargs: extra arguments of the chat template, e.g. ``enable_thinking``.
         revision: commit, tag or branch of a hub name.
+        fused: short exact passes in place of PEFT's and transformers' own for plain LoRA layers, frozen RMS norms and
+            rotary embeddings (`draco.lora`, `draco.fused`); same results up to float rounding.
         sharded: leave the base weights out; `draco.sharding.shard` gives every rank its part of them.
 
     Raises:
@@ -80,6 +83,7 @@ class Policy(nn.Module):
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
         revision: str | None = None,
+        fused: bool = True,
         sharded: bool = False,
     ) -> None:
         super().__init__()
@@ -145,7 +149,9 @@ class Policy(nn.Module):
                 f"policy.targets is {targets!r}, which fits no layer of {path}: {' '.join(str(error).split())[:200]}; "
                 f"expected all-linear or names among {', '.join(_linear_names(base))}"
             ) from error
-        fuse_lora(self.model)
+        if fused:
+            fuse_lora(self.model)
+            fuse_layers(self.model)
         if adapter:
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"

@@ -68,10 +68,13 @@ class Worker:
 
     def accumulate(self, rows: Sequence[Row]) -> Totals:
         """Add the gradient of the rows' *summed* loss to the adapter's `.grad`."""
-        micros = self._micro_batches(rows)
+        micros = list(self._micro_batches(rows))
         started, totals = time.perf_counter(), Totals()
-        for micro in micros:
-            totals.add(self._micro_batch(micro) if micro else self._empty())
+        batches = [collate(micro, self.policy.device, packed=self.packed) if micro else None for micro in micros]
+        references = self._references(batches)
+        totals.sums["reference_s"] = time.perf_counter() - started
+        for micro, batch, reference in zip(micros, batches, references, strict=True):
+            totals.add(self._micro_batch(micro, batch, reference) if batch else self._empty())
         self.busy += time.perf_counter() - started
         return totals
 
@@ -84,13 +87,20 @@ class Worker:
         count = max(gather(len(own)))
         return shares(rows, own, count, self.max_tokens) if self.packed else own + [()] * (count - len(own))
 
+    def _references(self, batches: Sequence[MicroBatch | None]) -> list[Tensor | None]:
+        """Reference log-probs of each, [N]; None where the loss has no KL.
+
+        Before the policy's own passes, while no graph is held; for all in one go, since PEFT walks over the whole model
+        at every turn of its switch.
+        """
+        if not self.loss.kl_coef or not batches:
+            return [None] * len(batches)
+        with torch.no_grad(), self.policy.reference():
+            return [self.logprobs(batch or self._filler(), with_entropy=False)[0] for batch in batches]
+
     def _empty(self) -> Totals:
         """Take part in the collectives of a micro-batch without a row in it."""
-        batch = self._filler()
-        if self.loss.kl_coef:
-            with torch.no_grad(), self.policy.reference():
-                self.logprobs(batch, with_entropy=False)
-        self.backward(0.0 * self.logprobs(batch, with_entropy=False)[0].sum())
+        self.backward(0.0 * self.logprobs(self._filler(), with_entropy=False)[0].sum())
         return Totals()
 
     def _filler(self) -> MicroBatch:
@@ -130,14 +140,8 @@ class Worker:
             hidden, weight, batch.targets, temperature=self.temperature, bias=bias, with_entropy=with_entropy
         )
 
-    def _micro_batch(self, rows: tuple[Row, ...]) -> Totals:
+    def _micro_batch(self, rows: tuple[Row, ...], batch: MicroBatch, reference: Tensor | None) -> Totals:
         options, started = self.loss, time.perf_counter()
-        batch = collate(rows, self.policy.device, packed=self.packed)
-        reference = None
-        if options.kl_coef:  # before the policy's own pass, while no graph is held
-            with torch.no_grad(), self.policy.reference():
-                reference, _ = self.logprobs(batch, with_entropy=False)
-        referenced = time.perf_counter()
         logprobs, entropy = self.logprobs(batch)
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         loss = token_loss_sum(
@@ -179,8 +183,7 @@ class Worker:
                 "model_tokens": batch.tokens,
                 "computed_tokens": batch.input_ids.numel(),
                 "micro_batches": 1,
-                "reference_s": referenced - started,
-                "forward_s": forwarded - referenced,
+                "forward_s": forwarded - started,
                 "backward_s": ended - forwarded,
             }
         )

@@ -13,7 +13,8 @@ the trainer does, with as many tokens a pass as TRL's longest row has (at least 
     middle  4 layers × 256, 32,000 words, 8 trajectories of 160–1,200 tokens  the size that the targets are for
     head    LM head and log-probs alone, 151,936 × 896                       against its bare matrix products
 
-The share of matrix products and attention is their time under the profiler over the CPU seconds of a step without it.
+The share of matrix products and attention is their time under the profiler, in CPU seconds, over those of a step
+without it.
 CPU seconds are of the process, one thread, paired: the two take turns within each repeat and the median of the ratios
 counts. Memory is VmHWM of a fresh process, above what it held before the step. Needs: pip install 'draco[bench]'.
 """
@@ -47,6 +48,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draco.attention import pack_attention
+from draco.fused import fuse_layers
 from draco.logprobs import step_logprobs
 from draco.lora import fuse_lora
 from draco.options import LossOptions
@@ -144,6 +146,7 @@ class Ours:
         self.model = get_peft_model(make_model(size), LoraConfig(**LORA))
         randomise(self.model)
         fuse_lora(self.model)
+        fuse_layers(self.model)
         self.rows = [Row(t, a) for t, a in trajectories(size)]
         self.device = torch.device("cpu")
         packed = pack_attention(self.model)
@@ -267,14 +270,18 @@ def fastest_trl(size: Size) -> Trl:
 
 
 def matmul_seconds(step: Callable[[], Any]) -> float:
-    """Seconds in matrix products and attention. Of two runs the lower: another process can only add to it."""
+    """CPU seconds in matrix products and attention. Of two runs the lower: another process can only add to it.
+
+    The profiler's clock runs on while another process has the core; the step's own CPU and wall seconds take that out.
+    """
     heavy = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
     found = []
     for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            step()
+            cpu, wall = clocked(step)
         found.append(
-            sum(
+            min(cpu / wall, 1.0)
+            * sum(
                 event.self_cpu_time_total
                 for event in profile.key_averages()
                 if event.key in heavy or event.key.startswith("aten::_scaled_dot_product")

@@ -62,7 +62,7 @@ def test_gradients_and_weights_are_those_of_one_process(results: list[Any], upda
     assert len(one["gradients"]) == len(rank0["gradients"]) == {1: 3, 2: 6}[updates]
     assert relative(rank0["gradients"][0], one["gradients"][0]) < 1e-6
     for ours, theirs in zip(rank0["gradients"], one["gradients"], strict=True):
-        assert relative(ours, theirs) < 2e-6  # later ones at weights that differ by rounding
+        assert relative(ours, theirs) < 5e-6  # later ones at weights that differ by rounding, which Adam scales up
     assert relative(rank0["weights"], one["weights"]) < 1e-6
 
 

@@ -107,6 +107,35 @@ def test_huge_logits_stay_finite() -> None:
     assert bool(torch.isfinite(entropy).all())
 
 
+@pytest.mark.parametrize("factor", [1.0, 400.0])
+@pytest.mark.parametrize("late", [0, 3, 60, 100])
+def test_logits_that_outgrow_the_unshifted_powers(late: int, factor: float) -> None:
+    """From word `late` on the head is `factor` times as large: powers without a shift would be infinite."""
+    hidden, weight, targets, _ = example()
+    weight = 0.3 * weight  # small at first
+    weight[late:] *= factor
+    logprobs, entropy = step_logprobs(hidden, weight, targets, token_chunk=9, vocab_chunk=13)
+    reference, reference_entropy = plain(hidden, weight, targets, None, 1.0)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), hidden)
+    (reference_gradient,) = torch.autograd.grad(reference.sum(), hidden)
+    assert relative(logprobs, reference) < 1e-6
+    assert relative(gradient, reference_gradient) < (2e-6 if factor == 1 else 3e-5)  # logits of 480 end at 3e-5
+    assert float((entropy - reference_entropy.detach()).abs().max()) < 1e-4 * factor**0.5
+    with torch.no_grad():
+        quick, quick_entropy = step_logprobs(hidden, weight, targets, token_chunk=9, vocab_chunk=13)
+    assert torch.equal(quick, logprobs)
+    assert float((quick_entropy - reference_entropy.detach()).abs().max()) < 1e-4 * factor**0.5
+
+
+def test_logits_far_below_zero_keep_their_precision() -> None:
+    """Powers of 2 ** −300 would all be 0."""
+    hidden, weight, targets, _ = example()
+    bias = torch.full((VOCAB,), -300.0)
+    logprobs, _ = step_logprobs(hidden, weight, targets, bias=bias, vocab_chunk=13)
+    reference, _ = plain(hidden, weight, targets, bias, 1.0)
+    assert float((logprobs.double() - reference).detach().abs().max()) < 1e-4  # float32 logits of −300 end at 3e-5
+
+
 def test_no_rows() -> None:
     hidden, weight, targets, _ = example()
     logprobs, entropy = step_logprobs(hidden[:0], weight, targets[:0])
