@@ -1,23 +1,26 @@
 # syntax=docker/dockerfile:1
 # Images of draco. One file, several targets:
 #   docker build -t draco .                            CUDA, with the kernels of hybrid models (the default target)
-#   docker build -t draco-cpu --target cpu .           CPU only, about 2 GB: the embedded environment, tests, planning
+#   docker build -t draco-cpu --target cpu .           CPU only: the embedded environment, tests, planning. About 2 GB with
+#                                                      --build-arg CPU_INDEX=URL of PyTorch's CPU builds ("Get started" on
+#                                                      its site shows it); without, pip's default build, which is larger
 #   docker build -t draco-appworld --target appworld . CUDA and AppWorld's environment (mount its data at /work/.appworld)
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/work/runs" draco env=desk steps=40
 # Keys (of a judge's provider, of Weights & Biases) go in at run time with `-e NAME`; none belongs in an image.
 # The lines between `# install:` marks are what .ci/docker_install runs in a clean virtual environment.
 ARG CUDA=13.0.1
 ARG TORCH=2.13.0
-ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
+ARG CPU_INDEX=
 
 # --- CPU ----------------------------------------------------------------------------------------------------------------
 FROM python:3.11.14-slim-trixie AS cpu-build
 ARG TORCH
 ARG CPU_INDEX
 ENV PATH=/opt/draco/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-# PyTorch in a layer of its own: it is most of the image and changes least.
+# PyTorch in a layer of its own: it is most of the image and changes least. (The lint takes the index for a package.)
+# hadolint ignore=DL3013
 RUN python3 -m venv /opt/draco \
-    && pip install "torch==${TORCH}" --index-url "${CPU_INDEX}"
+    && pip install "torch==${TORCH}" ${CPU_INDEX:+--index-url "${CPU_INDEX}"}
 COPY pyproject.toml README.md LICENSE /opt/src/
 COPY draco /opt/src/draco
 COPY callbacks /opt/src/callbacks
