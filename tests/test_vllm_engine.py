@@ -23,6 +23,9 @@ from draco.engine.vllm.adapters import AdapterStore, served_keys
 from draco.engine.vllm.routing import Router
 from draco.env.base import Episode, Reply
 from draco.errors import ConfigError, TrainingStopped
+from draco.judge.client import JudgeClient
+from draco.judge.probe import ping
+from draco.judge.schema import json_schema
 from draco.policy import Policy
 from draco.run import train
 from draco.types import Task, Termination
@@ -448,6 +451,43 @@ def test_servers_sleep_between_rollouts(start: Callable[..., FakeVllm], opened: 
         run(engine, policy, rollouts(policy))
         assert server.asleep
     assert server.order.count("/wake_up") == 1  # it was awake at first
+
+
+# --- the policy as judge ----------------------------------------------------------------------------------------------
+
+
+def test_the_policy_judges_through_the_served_adapter(
+    start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret-key")
+    servers = start(api_key="s3cret-key"), start(api_key="s3cret-key")
+    engine, policy = opened(*servers)  # type: ignore[misc]
+    for server in servers:
+        server.reply = '{"verdicts": [{"title": "Says hello first", "evidence": "e", "justification": "j", "score": 1}]}'
+    judge = JudgeClient("hosted_vllm/unset", max_retries=0, timeout_s=20.0)
+    for version in (1, 2):
+        policy.version = version
+        _perturb(policy, version)
+        run(engine, policy, rollouts(policy))
+        base, name, key = engine.judge_endpoint()
+        assert name.startswith(f"draco-v{version:06d}-")
+        member = judge.with_model(f"hosted_vllm/{name}", api_base=base, api_key=key)
+        record = BackgroundLoop.shared().submit(ping(member)).result(60)  # type: ignore[arg-type]
+        assert (record.outcome, record.served_model.split("/")[-1]) == ("ok", name)
+        assert "s3cret" not in repr(record)
+    BackgroundLoop.shared().submit(judge.aclose()).result(60)
+    asked = [[c["model"] for c in s.chats] for s in servers]
+    assert sorted(map(len, asked)) == [1, 1]  # batches take the servers in turn
+    for body in servers[0].chats + servers[1].chats:  # a small model's JSON is valid because decoding is guided
+        assert body["response_format"]["json_schema"]["schema"] == json_schema("score")
+
+
+def test_where_the_policy_cannot_judge_by_http(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
+    engine, policy = opened(start(), sleep=True)  # type: ignore[misc]
+    run(engine, policy, rollouts(policy))
+    assert engine.judge_endpoint() is None  # calls to a server that sleeps would wait for ever
+    engine.close()
+    assert engine.judge_endpoint() is None
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------

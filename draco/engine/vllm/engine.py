@@ -132,6 +132,8 @@ class VllmEngine(Engine):
         self._store: AdapterStore | None = None
         self._seats: list[_Seat] = []
         self._pool: ThreadPoolExecutor | None = None
+        self._adapter: Adapter | None = None  #: the version that servers hold
+        self._judged = 0  #: batches that asked where to judge
         self._counts: Counter[str] = Counter()
         self._sync_s = 0.0
 
@@ -179,7 +181,7 @@ class VllmEngine(Engine):
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._launched is not None:
             self._launched.stop()
-        self._pool = self._launched = self._store = None
+        self._pool = self._launched = self._store = self._adapter = None
         self._seats = []
 
     async def _meet(self, policy: Policy) -> None:
@@ -236,6 +238,7 @@ class VllmEngine(Engine):
         probe = Probe(policy, temperature, tolerance)
         if first or any(adapter.name not in seat.adapters for seat in self._seats):
             self._wait(self._push_all(adapter, probe, everywhere=first))
+        self._adapter = adapter
         self._sync_s += time.perf_counter() - started
         return adapter, probe
 
@@ -448,6 +451,24 @@ class VllmEngine(Engine):
             seat.adapters.clear()  # a server that was started anew: push again
             seat.base_answer = None
             raise
+
+    # --- judge ------------------------------------------------------------------------------------------------------
+
+    def judge_endpoint(self) -> tuple[str, str, str] | None:
+        """Where the policy judges with its current adapter.
+
+        Returns:
+            Address of the server's OpenAI-compatible API, the adapter version's name there (to litellm
+            ``hosted_vllm/NAME``), and the server's key ("" if it wants none); None before `open`, and where servers
+            sleep between rollouts: a call to one that sleeps waits for ever. Ranks, and the batches of a rank, take the
+            servers in turn.
+        """
+        holding = [seat for seat in self._seats if self._adapter and self._adapter.name in seat.adapters]
+        if not holding or self._adapter is None or self.sleep:
+            return None
+        self._judged += 1
+        seat = holding[(int(os.environ.get("RANK", "0")) + self._judged) % len(holding)]
+        return f"{seat.url}/v1", self._adapter.name, os.environ.get(self.api_key_env, "")
 
     # --- sleep ------------------------------------------------------------------------------------------------------
 
