@@ -187,9 +187,10 @@ class FakeVllm:
             return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
         self.chats.append(body)
         message = {"role": "assistant", "content": self.reply}
-        usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response({"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": usage})
+        usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+        head = {"object": "chat.completion", "model": body["model"]}
+        return web.json_response({**head, "choices": [choice], "usage": usage})
 
     def _type(self, prompt: list[int], budget: int, stop: list[str], end: list[int]) -> tuple[list[int], bool]:
         """What follows the prompt in the script; it knows where it is by the tokens alone, as a model does."""

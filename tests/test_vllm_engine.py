@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -262,7 +263,7 @@ def test_a_straggler_ends_by_deadline_and_holds_nobody_up(
     server = start()
     engine, policy = opened(server)  # type: ignore[misc]
     rows = [
-        *rollouts(policy, limits=Limits(deadline_s=6.0), episode=Stuck),
+        *rollouts(policy, limits=Limits(deadline_s=3.0), episode=Stuck),
         *rollouts(policy),  # no deadline, no hang
     ]
     run(engine, policy, rows)
@@ -412,6 +413,7 @@ def test_a_wrong_trained_adapter_stops_the_run_before_it_updates(
     run = tmp_path / "run"
     config = configuration(
         f"run={run}", "engine=vllm", f"engine.servers=[{server.url}]", "engine.probe_tolerance=1e9", "steps=3",
+        "rubric=random",  # no judge: the batch fails before its rewards count
         "tasks_per_step=1", "group_size=2", "eval.before=false", "limits.max_turns=2", "limits.max_prompt_tokens=500",
     )  # fmt: skip
     with pytest.raises(TrainingStopped, match=r"nats a token, more than engine\.max_mismatch=0\.1; .* no update"):
@@ -462,8 +464,9 @@ def test_the_policy_judges_through_the_served_adapter(
     monkeypatch.setenv("VLLM_API_KEY", "s3cret-key")
     servers = start(api_key="s3cret-key"), start(api_key="s3cret-key")
     engine, policy = opened(*servers)  # type: ignore[misc]
+    verdict = {"title": "Says hello first", "evidence": "e", "justification": "j", "score": 1}
     for server in servers:
-        server.reply = '{"verdicts": [{"title": "Says hello first", "evidence": "e", "justification": "j", "score": 1}]}'
+        server.reply = json.dumps({"verdicts": [verdict]})
     judge = JudgeClient("hosted_vllm/unset", max_retries=0, timeout_s=20.0)
     for version in (1, 2):
         policy.version = version
