@@ -19,7 +19,7 @@ from test_config import configuration
 from draco.agent import Limits, Rollout, sampling_seed
 from draco.background import BackgroundLoop
 from draco.checkpoint import checkpoints, read_state
-from draco.engine.vllm import VllmEngine
+from draco.engine.vllm import VllmEngine, adapters
 from draco.engine.vllm.adapters import AdapterStore, served_keys
 from draco.engine.vllm.routing import Router
 from draco.env.base import Episode, Reply
@@ -330,18 +330,23 @@ def test_an_adapter_appears_complete_or_not_at_all(
     new_policy: Callable[[], Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, store = new_policy(), AdapterStore(tmp_path)
-    saved = policy.save_adapter
+    saved = adapters.save_file
 
-    def watched(folder: Path) -> None:
+    def watched(*args: object, **options: object) -> None:
         assert not list(tmp_path.glob("draco-v*"))
-        saved(folder)
+        saved(*args, **options)  # type: ignore[arg-type]
         assert not list(tmp_path.glob("draco-v*"))
 
-    monkeypatch.setattr(policy, "save_adapter", watched)
+    monkeypatch.setattr(adapters, "save_file", watched)
     adapter = store.publish(policy)
     assert [f.name for f in tmp_path.iterdir()] == [adapter.name]
     assert {f.name for f in adapter.folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert adapter.trained
+    again = Policy(TINY)
+    again.load_adapter(adapter.folder)  # in PEFT's format
+    state = policy.adapter_state()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.adapter_state().items())
+    monkeypatch.undo()
     assert not AdapterStore(tmp_path / "b").publish(Policy(TINY)).trained
 
 

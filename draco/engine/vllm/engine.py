@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -37,9 +37,12 @@ from draco.engine.vllm.probe import SAMPLED, Probe, default_tolerance
 from draco.engine.vllm.routing import Router
 from draco.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
 from draco.policy import Policy
+from draco.sharding import is_sharded
 from draco.types import Termination
 
 __all__ = ["VllmEngine"]
+
+T = TypeVar("T")
 
 log = logging.getLogger("draco")
 
@@ -133,6 +136,7 @@ class VllmEngine(Engine):
         self._seats: list[_Seat] = []
         self._pool: ThreadPoolExecutor | None = None
         self._adapter: Adapter | None = None  #: the version that servers hold
+        self._probe: Probe | None = None  #: of that version
         self._judged = 0  #: batches that asked where to judge
         self._counts: Counter[str] = Counter()
         self._sync_s = 0.0
@@ -181,7 +185,7 @@ class VllmEngine(Engine):
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._launched is not None:
             self._launched.stop()
-        self._pool = self._launched = self._store = self._adapter = None
+        self._pool = self._launched = self._store = self._adapter = self._probe = None
         self._seats = []
 
     async def _meet(self, policy: Policy) -> None:
@@ -226,7 +230,10 @@ class VllmEngine(Engine):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def _sync(self, policy: Policy, temperature: float, *, first: bool = False) -> tuple[Adapter, Probe]:
-        """Every reachable server holds the policy's current adapter when this returns.
+        """Every reachable server holds the policy's current adapter when this returns, and has proved it.
+
+        A sharded policy has no weights before Lightning gives it some: the proof then waits for the first rollouts. Its
+        ranks come here together, with tasks or without.
 
         Raises:
             TrainingStopped: a server answers and cannot serve it, or none answers.
@@ -234,49 +241,68 @@ class VllmEngine(Engine):
         assert self._store is not None
         started = time.perf_counter()
         adapter = self._store.publish(policy)
-        tolerance = default_tolerance(policy) if self.probe_tolerance is None else self.probe_tolerance
-        probe = Probe(policy, temperature, tolerance)
-        if first or any(adapter.name not in seat.adapters for seat in self._seats):
-            self._wait(self._push_all(adapter, probe, everywhere=first))
-        self._adapter = adapter
+        if self._adapter != adapter or self._probe is None:
+            tolerance = default_tolerance(policy) if self.probe_tolerance is None else self.probe_tolerance
+            self._adapter, self._probe = adapter, Probe(policy, temperature, tolerance)
+        probe = self._probe
+        lacking = not probe.ready or any(adapter.name not in seat.adapters for seat in self._seats)
+        if first or (any(gather(lacking)) if is_sharded(policy.model) else lacking):
+            answers = self._wait(self._push_all(adapter, probe, everywhere=first))
+            if not next(policy.model.parameters()).is_meta:
+                self._prove(adapter, probe, answers)
         self._sync_s += time.perf_counter() - started
         return adapter, probe
 
-    async def _push_all(self, adapter: Adapter, probe: Probe, *, everywhere: bool) -> None:
+    async def _push_all(self, adapter: Adapter, probe: Probe, *, everywhere: bool) -> list[Completion | None]:
+        """What each server answers the probe by the adapter; None: it is lost."""
         async with self._session() as session:
             pushes = [self._push_patiently(seat, session, adapter, probe) for seat in self._seats]
             results = await asyncio.gather(*pushes, return_exceptions=True)
         failed = [r for r in results if isinstance(r, BaseException)]
         fatal = [r for r in failed if not isinstance(r, ServerLost) or everywhere]
         if fatal or len(failed) == len(self._seats):
-            raise TrainingStopped(f"adapter {adapter.name} could not be served: {(fatal or failed)[0]}")
+            raise _unserved(adapter, (fatal or failed)[0])
         for loss in failed:
             log.warning("going on without a generation server: %s", loss)
         self._counts["servers_lost"] += len(failed)
+        return [None if isinstance(r, BaseException) else r for r in results]
+
+    def _prove(self, adapter: Adapter, probe: Probe, answers: Sequence[Completion | None]) -> None:
+        """Compare answers with the trainer's own log-probs: as many forward passes as servers, on every rank."""
+        expected = [probe.expect(answer.token_ids if answer else ()) for answer in answers]
+        for seat, answer, ours in zip(self._seats, answers, expected, strict=True):
+            if answer is None:
+                continue
+            assert seat.base_answer is not None
+            try:
+                probe.check(seat.url, adapter.name, adapter.trained, answer, seat.base_answer, ours)
+            except EngineError as error:
+                seat.adapters.remove(adapter.name)
+                raise _unserved(adapter, error) from error
 
     async def _push_patiently(
         self, seat: _Seat, session: aiohttp.ClientSession, adapter: Adapter, probe: Probe
-    ) -> None:
+    ) -> Completion:
         server = Server(seat.url, session, timeout_s=self.request_timeout_s)
         async for attempt in self._attempts(ServerLost):
             with attempt:
-                await self._push(seat, server, adapter, probe)
+                return await self._push(seat, server, adapter, probe)
+        raise AssertionError("unreachable")
 
-    async def _push(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe) -> None:
-        """Load, verify, forget what is older than the version before."""
-        if adapter.name in seat.adapters:
-            return
+    async def _push(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe) -> Completion:
+        """Load, ask the probe, forget what is older than the version before."""
         path = adapter.folder
         if self.adapter_dir_on_server:
             path = Path(self.adapter_dir_on_server) / adapter.name
-        try:
-            await server.load_adapter(adapter.name, str(path))
-        except ModelMissing as error:
-            raise ServerRefused(
-                f"{seat.url} cannot load adapters from {path} ({str(error)[-160:]}): a server on another machine must "
-                "see the run folder (mount it, or set engine.adapter_dir and engine.adapter_dir_on_server to a shared "
-                "folder) and runs with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-            ) from error
+        if adapter.name not in seat.adapters:
+            try:
+                await server.load_adapter(adapter.name, str(path))
+            except ModelMissing as error:
+                raise ServerRefused(
+                    f"{seat.url} cannot load adapters from {path} ({str(error)[-160:]}): a server on another machine "
+                    "must see the run folder (mount it, or set engine.adapter_dir and engine.adapter_dir_on_server to "
+                    "a shared folder) and runs with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                ) from error
 
         async def ask(model: str) -> Completion:
             return await server.complete(
@@ -286,11 +312,23 @@ class VllmEngine(Engine):
         if seat.base_answer is None:
             seat.base_answer = await ask(seat.base)
         answer = await ask(adapter.name)
-        # On this loop's thread: the policy only reads, and the trainer's thread waits for it.
-        probe.check(seat.url, adapter.name, adapter.trained, answer, seat.base_answer)
-        seat.adapters.append(adapter.name)
+        if adapter.name not in seat.adapters:
+            seat.adapters.append(adapter.name)
         while len(seat.adapters) > 2:
             await server.unload_adapter(seat.adapters.pop(0))
+        return answer
+
+    async def _push_again(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe) -> None:
+        """To a server that has come back in the middle of a batch."""
+        if adapter.name in seat.adapters:
+            return
+        answer = await self._push(seat, server, adapter, probe)
+        assert seat.base_answer is not None
+        try:
+            probe.check_prompt(seat.url, adapter.name, adapter.trained, answer, seat.base_answer)
+        except EngineError:
+            seat.adapters.remove(adapter.name)
+            raise
 
     def _attempts(self, kind: type[Exception]) -> AsyncRetrying:
         return AsyncRetrying(
@@ -308,12 +346,14 @@ class VllmEngine(Engine):
             raise RuntimeError("open the engine first")
         if self.sleep:
             self._wait(self._wake_all())
-        yield from self._drive(policy, rollouts, temperature) if rollouts else ()
+        yield from self._drive(policy, rollouts, temperature)
         if self.sleep:
             gather(None)  # no rank's trajectories are left on the servers that ranks share
             self._wait(self._sleep_all())
 
     def _drive(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
+        if not rollouts and not is_sharded(policy.model):
+            return
         adapter, probe = self._sync(policy, temperature)
         ended: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
         finished = threading.Event()
@@ -433,7 +473,7 @@ class VllmEngine(Engine):
         seat, server = job.seats[index], job.servers[index]
         if job.adapter.name not in seat.adapters:
             async with job.locks[index]:
-                await self._push(seat, server, job.adapter, job.probe)
+                await self._push_again(seat, server, job.adapter, job.probe)
         room = min(rollout.budget(), seat.max_len - position)
         if room < 1:
             raise EngineError(f"the trajectory has {position} tokens; the context of {seat.url} is {seat.max_len}")
@@ -494,11 +534,11 @@ class VllmEngine(Engine):
                 with contextlib.suppress(ServerLost):
                     await Server(seat.url, session, timeout_s=self.request_timeout_s).sleep()
 
-    def _wait(self, coro: Coroutine[Any, Any, None]) -> None:
+    def _wait(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run on the background loop; this thread waits and stays interruptible."""
         future = BackgroundLoop.shared().submit(coro)
         try:
-            future.result()
+            return future.result()
         except BaseException:
             future.cancel()
             raise
@@ -511,6 +551,10 @@ class VllmEngine(Engine):
             "engine/servers_lost": float(counts["servers_lost"]),
             "time/adapter_sync_s": seconds,
         }
+
+
+def _unserved(adapter: Adapter, why: BaseException) -> TrainingStopped:
+    return TrainingStopped(f"adapter {adapter.name} could not be served: {why}")
 
 
 def _next(ended: queue.SimpleQueue[Rollout], future: Future[None]) -> Rollout:
