@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from conftest import TINY, EchoEpisode
 from fake_vllm import FakeVllm
 from test_config import configuration
 
+from callbacks.rubric.random import RandomRubric
 from draco.agent import Limits, Rollout, sampling_seed
 from draco.background import BackgroundLoop
 from draco.checkpoint import checkpoints, read_state
@@ -27,9 +28,10 @@ from draco.errors import ConfigError, TrainingStopped
 from draco.judge.client import JudgeClient
 from draco.judge.probe import ping
 from draco.judge.schema import json_schema
+from draco.module import GRPOModule
 from draco.policy import Policy
 from draco.run import train
-from draco.types import Task, Termination
+from draco.types import Credit, Group, Judgement, Task, Termination
 
 SCRIPT = ("<code>a</code>", "<code>b</code>", "<code>done</code>")
 LIMITS = Limits(max_turns=8, max_response_tokens=200)
@@ -451,13 +453,34 @@ def test_what_cannot_work_is_said_before_the_first_rollout(
         VllmEngine(["localhost:8000"])
 
 
-def test_servers_sleep_between_rollouts(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
-    server = start()
-    engine, policy = opened(server, sleep=True)  # type: ignore[misc]
-    for _ in range(2):
-        run(engine, policy, rollouts(policy))
-        assert server.asleep
-    assert server.order.count("/wake_up") == 1  # it was awake at first
+def test_servers_sleep_while_the_trainer_updates(
+    start: Callable[..., FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Awake for rollouts and for whoever judges by them; nothing is updated before they sleep."""
+    server = start(["<code>apis.mail.list(page=1)</code>"])
+    seen: list[tuple[str, bool]] = []
+    judge, update = RandomRubric.judge, GRPOModule.update
+
+    def judged(self: RandomRubric, groups: Iterable[Group]) -> Iterator[Judgement]:
+        for judgement in judge(self, groups):
+            seen.append(("judge", server.asleep))
+            yield judgement
+
+    def updated(self: GRPOModule, credited: Iterable[Credit]) -> None:
+        seen.append(("update", server.asleep))
+        update(self, credited)
+
+    monkeypatch.setattr(RandomRubric, "judge", judged)
+    monkeypatch.setattr(GRPOModule, "update", updated)
+    train(
+        configuration(
+            f"run={tmp_path / 'run'}", "engine=vllm", f"engine.servers=[{server.url}]", "engine.sleep=true", "steps=2",
+            "rubric=random", "tasks_per_step=1", "group_size=2", "eval.before=false", "eval.tasks=1", "report=false",
+            "limits.max_turns=2", "limits.max_prompt_tokens=500", "update.order=arrival",
+        )
+    )  # fmt: skip
+    assert seen == [("judge", False), ("update", True)] * 2
+    assert server.order.count("/wake_up") == 2  # it was awake at first; the last time for the evaluation
 
 
 # --- the policy as judge ----------------------------------------------------------------------------------------------
@@ -488,14 +511,6 @@ def test_the_policy_judges_through_the_served_adapter(
     assert sorted(map(len, asked)) == [1, 1]  # batches take the servers in turn
     for body in servers[0].chats + servers[1].chats:  # a small model's JSON is valid because decoding is guided
         assert body["response_format"]["json_schema"]["schema"] == json_schema("score")
-
-
-def test_where_the_policy_cannot_judge_by_http(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
-    engine, policy = opened(start(), sleep=True)  # type: ignore[misc]
-    run(engine, policy, rollouts(policy))
-    assert engine.judge_endpoint() is None  # calls to a server that sleeps would wait for ever
-    engine.close()
-    assert engine.judge_endpoint() is None
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------

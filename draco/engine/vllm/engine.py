@@ -91,7 +91,7 @@ class VllmEngine(Engine):
         threads: CPU threads of a launched server on a CPU; None = 1.
         adapter_dir: where adapter versions are written; None = ``RUN/adapters``.
         adapter_dir_on_server: the same folder as servers see it; None = the same path.
-        sleep: servers give their GPU memory back between rollouts.
+        sleep: servers give their GPU memory back while the trainer updates.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class VllmEngine(Engine):
         self.max_mismatch, self.probe_tolerance = max_mismatch, probe_tolerance
         self.retries, self.request_timeout_s, self.cooldown_s = retries, request_timeout_s, cooldown_s
         self.concurrency, self.env_threads, self.threads = concurrency, env_threads, threads
-        self.adapter_dir, self.adapter_dir_on_server, self.sleep = adapter_dir, adapter_dir_on_server, sleep
+        self.adapter_dir, self.adapter_dir_on_server = adapter_dir, adapter_dir_on_server
+        self.sleep = self.rests = sleep
         self._launched: Launched | None = None
         self._store: AdapterStore | None = None
         self._seats: list[_Seat] = []
@@ -347,8 +348,11 @@ class VllmEngine(Engine):
         if self.sleep:
             self._wait(self._wake_all())
         yield from self._drive(policy, rollouts, temperature)
-        if self.sleep:
-            gather(None)  # no rank's trajectories are left on the servers that ranks share
+
+    def rest(self) -> None:
+        """Have the servers give their GPU memory back, where `sleep` says so, until the next rollouts."""
+        if self.sleep and self._seats:
+            gather(None)  # no rank's trajectories or judgements are left on the servers that ranks share
             self._wait(self._sleep_all())
 
     def _drive(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
@@ -499,12 +503,11 @@ class VllmEngine(Engine):
 
         Returns:
             Address of the server's OpenAI-compatible API, the adapter version's name there (to litellm
-            ``hosted_vllm/NAME``), and the server's key ("" if it wants none); None before `open`, and where servers
-            sleep between rollouts: a call to one that sleeps waits for ever. Ranks, and the batches of a rank, take the
-            servers in turn.
+            ``hosted_vllm/NAME``), and the server's key ("" if it wants none); None before the first rollouts. Ranks,
+            and the batches of a rank, take the servers in turn.
         """
         holding = [seat for seat in self._seats if self._adapter and self._adapter.name in seat.adapters]
-        if not holding or self._adapter is None or self.sleep:
+        if not holding or self._adapter is None:
             return None
         self._judged += 1
         seat = holding[(int(os.environ.get("RANK", "0")) + self._judged) % len(holding)]
