@@ -92,6 +92,7 @@ class VllmEngine(Engine):
         adapter_dir: where adapter versions are written; None = ``RUN/adapters``.
         adapter_dir_on_server: the same folder as servers see it; None = the same path.
         sleep: servers give their GPU memory back while the trainer updates.
+        staleness: updates between sampling and training; only 0 exists.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class VllmEngine(Engine):
         adapter_dir: str | None = None,
         adapter_dir_on_server: str | None = None,
         sleep: bool = False,
+        staleness: int = 0,
     ) -> None:
         urls = [str(url).rstrip("/").removesuffix("/v1") for url in servers]
         if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
@@ -124,6 +126,11 @@ class VllmEngine(Engine):
             raise ConfigError(
                 f"engine.retries={retries} (≥ 0), concurrency={concurrency} (≥ 1), env_threads={env_threads} (≥ 1), "
                 f"request_timeout_s={request_timeout_s} (> 0): a value is out of range"
+            )
+        if staleness != 0:
+            raise ConfigError(
+                f"engine.staleness is {staleness}; expected 0: in this version no batch rolls out while the one before "
+                "it trains, and every group is sampled and trained at the same weights"
             )
         self.urls, self.launch, self.python = urls, launch, python
         self.api_key_env, self.lengths = api_key_env, max_prompt_tokens + max_response_tokens
