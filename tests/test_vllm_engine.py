@@ -25,6 +25,7 @@ from draco.engine.vllm.adapters import AdapterStore, served_keys
 from draco.engine.vllm.routing import Router
 from draco.env.base import Episode, Reply
 from draco.errors import ConfigError, TrainingStopped
+from draco.judge.basegroups import compose_config, sample_groups
 from draco.judge.client import JudgeClient
 from draco.judge.probe import ping
 from draco.judge.schema import json_schema
@@ -513,6 +514,14 @@ def test_the_policy_judges_through_the_served_adapter(
     assert sorted(map(len, asked)) == [1, 1]  # batches take the servers in turn
     for body in servers[0].chats + servers[1].chats:  # a small model's JSON is valid because decoding is guided
         assert body["response_format"]["json_schema"]["schema"] == json_schema("score")
+
+
+def test_scripts_that_roll_out_without_training_use_the_servers(start: Callable[..., FakeVllm]) -> None:
+    server = start(["<code>apis.mail.list(page=1)</code>"])
+    options = ("engine=vllm", f"engine.servers=[{server.url}]", "limits.max_turns=2", "limits.max_prompt_tokens=500")
+    (group,) = sample_groups(compose_config(options), tasks=1, samples=2)
+    assert [t.termination for t in group.trajectories] == [Termination.TURN_LIMIT] * 2
+    assert len(server.requests) == 4
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------
