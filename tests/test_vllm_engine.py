@@ -232,6 +232,18 @@ def test_a_restarted_server_gets_the_adapter_again(
     assert len(server.loads) == 2
 
 
+def test_a_server_restarted_between_batches_gets_the_adapter_with_the_others(
+    start: Callable[..., FakeVllm], opened: Callable[..., object]
+) -> None:
+    servers = start(), start()
+    engine, policy = opened(*servers)  # type: ignore[misc]
+    servers[0].forget()
+    engine._seats[1].adapters.clear()  # one that was lost before: all are asked again
+    rows = run(engine, policy, rollouts(policy, groups=2))
+    assert {r.termination for r in rows} == {Termination.SUBMITTED}
+    assert [len(s.loads) for s in servers] == [2, 2]
+
+
 @pytest.mark.parametrize("value", [None, math.nan])
 def test_a_logprob_that_is_no_number_is_an_engine_error(
     value: float | None, start: Callable[..., FakeVllm], opened: Callable[..., object]

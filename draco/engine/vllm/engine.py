@@ -57,6 +57,11 @@ class _Seat:
     adapters: list[str] = field(default_factory=list)  #: verified, oldest first
     base_answer: Completion | None = None  #: to the probe
 
+    def forget(self) -> None:
+        """It is another process than before."""
+        self.adapters.clear()
+        self.base_answer = None
+
 
 @dataclass(slots=True)
 class _Job:
@@ -319,7 +324,11 @@ class VllmEngine(Engine):
 
         if seat.base_answer is None:
             seat.base_answer = await ask(seat.base)
-        answer = await ask(adapter.name)
+        try:
+            answer = await ask(adapter.name)
+        except ModelMissing:
+            seat.forget()  # started anew since it was given the adapter: the next attempt gives it again
+            raise
         if adapter.name not in seat.adapters:
             seat.adapters.append(adapter.name)
         while len(seat.adapters) > 2:
@@ -499,8 +508,7 @@ class VllmEngine(Engine):
                 end_ids=sorted(rollout.chat.end_ids),
             )
         except ModelMissing:
-            seat.adapters.clear()  # a server that was started anew: push again
-            seat.base_answer = None
+            seat.forget()  # a server that was started anew: push again
             raise
 
     # --- judge ------------------------------------------------------------------------------------------------------
