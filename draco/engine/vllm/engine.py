@@ -173,7 +173,11 @@ class VllmEngine(Engine):
             self._wait(self._meet(policy))
             self._sync(policy, temperature, first=True)
         except (EngineError, TrainingStopped) as error:
-            self.close()
+            try:
+                if self._launched:
+                    self._launched.check()  # one that has ended says why
+            finally:
+                self.close()
             raise ConfigError(f"engine=vllm cannot start: {error}") from error
         except BaseException:
             self.close()
