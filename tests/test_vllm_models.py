@@ -101,8 +101,6 @@ def test_a_real_small_model_judges_a_step(smollm2: VllmEngine, tmp_path: Path, m
     assert scored <= usable
     metrics = read_metrics(run / "metrics.csv")[1][0]
     assert float(metrics["judge/failed"]) >= len(rows) - len(usable)  # the others are counted
-    said = [(c["phase"], c["outcome"], c["tokens_out"], round(c["latency_s"], 1), c["reply"]) for c in calls]
-    print("SAID", said, metrics)
 
 
 # --- Qwen3.6's family -------------------------------------------------------------------------------------------------
@@ -204,7 +202,6 @@ def test_qwen3_5_adapters_reach_both_served_classes(
             for name, expected in (("trainer", recomputed(policy, t)), ("base", base)):
                 gap = sum(abs(t.logprobs[i] - float(expected[i - 1])) for i in steps) / len(steps)
                 gaps[name] = gaps.get(name, 0.0) + gap / len(rows)
-        print("MISMATCH", gaps)
         assert 5 * gaps["trainer"] < gaps["base"]
         if multimodal:  # under the trainer's own names vLLM loads it, says nothing, and applies nothing
             monkeypatch.setattr("draco.engine.vllm.adapters.served_keys", lambda _, state: dict(state))
