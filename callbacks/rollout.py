@@ -45,7 +45,7 @@ class AgentRollout(RolloutStage):
             raise ConfigError(f"env.step is {step_kind!r}; expected one of {', '.join(STEP_KINDS)}")
         self.environment, self.engine, self.limits = environment, engine, limits
         self.seed, self.step_kind = seed, step_kind
-        self.max_mismatch = engine.max_mismatch
+        self.max_mismatch, self.rests = engine.max_mismatch, engine.rests
         self._groups: list[Group] = []
         self._seconds = 0.0
 
@@ -72,6 +72,9 @@ class AgentRollout(RolloutStage):
                 yield self._group(batch, rollout.group_index, done)
                 started = time.perf_counter()
         self._seconds += time.perf_counter() - started
+
+    def rest(self) -> None:
+        self.engine.rest()
 
     def _open(self, policy: Policy, batch: TaskBatch, task: Task, index: int, sample: int) -> Rollout | Trajectory:
         """A running rollout, or a quarantined trajectory if the environment could not open the task."""

@@ -145,9 +145,10 @@ class GRPOModule(LightningModule):
         groups = self.rollout.generate(self.policy, batch)
         judged = self.rubric.judge(groups)
         credited: Iterable[Credit] = self.credit.assign(judged)
-        if is_sharded(self.policy.model):  # rollouts end before the update begins; ranks roll out at their own pace
-            with self._sampling():
+        if is_sharded(self.policy.model) or self.rollout.rests:
+            with self._sampling():  # rollouts end before the update begins; ranks roll out at their own pace
                 credited = list(credited)
+            self.rollout.rest()
         self.update(credited)
 
     def _sampling(self) -> AbstractContextManager[None]:

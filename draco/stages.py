@@ -30,10 +30,15 @@ class RolloutStage(Callback, ABC):
 
     #: mean |Δ log-prob| between engine and trainer, nats a token, that no batch may exceed; None = any
     max_mismatch: float | None = None
+    #: the update waits until a whole batch is judged, and for `rest`
+    rests: bool = False
 
     @abstractmethod
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         """Yield each group as soon as its last trajectory ends; every task of the batch exactly once."""
+
+    def rest(self) -> None:
+        """A batch is rolled out and judged: make room for the update."""
 
     def take_groups(self) -> list[Group]:
         """Groups of the last batch, quarantined trajectories included, for the archive; empties the store."""

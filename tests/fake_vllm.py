@@ -47,6 +47,8 @@ class FakeVllm:
         self.max_len = 4096
         self.asleep = False
         self.order: list[str] = []  #: every call
+        self.reply = "{}"  #: to a chat
+        self.chats: list[dict[str, Any]] = []
         self._started, self._ending = threading.Event(), threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -65,6 +67,7 @@ class FakeVllm:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_post("/sleep", self._sleep)
@@ -177,6 +180,17 @@ class FakeVllm:
             pairs = zip(prompt[1:], logprobs[1.0], strict=False)
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": x}} for token, x in pairs)]
         return web.json_response({"choices": [choice]})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["model"] != BASE and body["model"] not in self.adapters:
+            return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+        self.chats.append(body)
+        message = {"role": "assistant", "content": self.reply}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+        head = {"object": "chat.completion", "model": body["model"]}
+        return web.json_response({**head, "choices": [choice], "usage": usage})
 
     def _type(self, prompt: list[int], budget: int, stop: list[str], end: list[int]) -> tuple[list[int], bool]:
         """What follows the prompt in the script; it knows where it is by the tokens alone, as a model does."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,23 @@ from conftest import TINY, EchoEpisode
 from fake_vllm import FakeVllm
 from test_config import configuration
 
+from callbacks.rubric.random import RandomRubric
 from draco.agent import Limits, Rollout, sampling_seed
 from draco.background import BackgroundLoop
 from draco.checkpoint import checkpoints, read_state
-from draco.engine.vllm import VllmEngine
+from draco.engine.vllm import VllmEngine, adapters
 from draco.engine.vllm.adapters import AdapterStore, served_keys
 from draco.engine.vllm.routing import Router
 from draco.env.base import Episode, Reply
 from draco.errors import ConfigError, TrainingStopped
+from draco.judge.basegroups import compose_config, sample_groups
+from draco.judge.client import JudgeClient
+from draco.judge.probe import ping
+from draco.judge.schema import json_schema
+from draco.module import GRPOModule
 from draco.policy import Policy
 from draco.run import train
-from draco.types import Task, Termination
+from draco.types import Credit, Group, Judgement, Task, Termination
 
 SCRIPT = ("<code>a</code>", "<code>b</code>", "<code>done</code>")
 LIMITS = Limits(max_turns=8, max_response_tokens=200)
@@ -225,6 +232,18 @@ def test_a_restarted_server_gets_the_adapter_again(
     assert len(server.loads) == 2
 
 
+def test_a_server_restarted_between_batches_gets_the_adapter_with_the_others(
+    start: Callable[..., FakeVllm], opened: Callable[..., object]
+) -> None:
+    servers = start(), start()
+    engine, policy = opened(*servers)  # type: ignore[misc]
+    servers[0].forget()
+    engine._seats[1].adapters.clear()  # one that was lost before: all are asked again
+    rows = run(engine, policy, rollouts(policy, groups=2))
+    assert {r.termination for r in rows} == {Termination.SUBMITTED}
+    assert [len(s.loads) for s in servers] == [2, 2]
+
+
 @pytest.mark.parametrize("value", [None, math.nan])
 def test_a_logprob_that_is_no_number_is_an_engine_error(
     value: float | None, start: Callable[..., FakeVllm], opened: Callable[..., object]
@@ -259,7 +278,7 @@ def test_a_straggler_ends_by_deadline_and_holds_nobody_up(
     server = start()
     engine, policy = opened(server)  # type: ignore[misc]
     rows = [
-        *rollouts(policy, limits=Limits(deadline_s=6.0), episode=Stuck),
+        *rollouts(policy, limits=Limits(deadline_s=3.0), episode=Stuck),
         *rollouts(policy),  # no deadline, no hang
     ]
     run(engine, policy, rows)
@@ -326,18 +345,23 @@ def test_an_adapter_appears_complete_or_not_at_all(
     new_policy: Callable[[], Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, store = new_policy(), AdapterStore(tmp_path)
-    saved = policy.save_adapter
+    saved = adapters.save_file
 
-    def watched(folder: Path) -> None:
+    def watched(*args: object, **options: object) -> None:
         assert not list(tmp_path.glob("draco-v*"))
-        saved(folder)
+        saved(*args, **options)  # type: ignore[arg-type]
         assert not list(tmp_path.glob("draco-v*"))
 
-    monkeypatch.setattr(policy, "save_adapter", watched)
+    monkeypatch.setattr(adapters, "save_file", watched)
     adapter = store.publish(policy)
     assert [f.name for f in tmp_path.iterdir()] == [adapter.name]
     assert {f.name for f in adapter.folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert adapter.trained
+    again = Policy(TINY)
+    again.load_adapter(adapter.folder)  # in PEFT's format
+    state = policy.adapter_state()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.adapter_state().items())
+    monkeypatch.undo()
     assert not AdapterStore(tmp_path / "b").publish(Policy(TINY)).trained
 
 
@@ -409,6 +433,7 @@ def test_a_wrong_trained_adapter_stops_the_run_before_it_updates(
     run = tmp_path / "run"
     config = configuration(
         f"run={run}", "engine=vllm", f"engine.servers=[{server.url}]", "engine.probe_tolerance=1e9", "steps=3",
+        "rubric=random",  # no judge: the batch fails before its rewards count
         "tasks_per_step=1", "group_size=2", "eval.before=false", "limits.max_turns=2", "limits.max_prompt_tokens=500",
     )  # fmt: skip
     with pytest.raises(TrainingStopped, match=r"nats a token, more than engine\.max_mismatch=0\.1; .* no update"):
@@ -439,15 +464,76 @@ def test_what_cannot_work_is_said_before_the_first_rollout(
         VllmEngine()
     with pytest.raises(ConfigError, match="expected URLs"):
         VllmEngine(["localhost:8000"])
+    with pytest.raises(ConfigError, match=r"staleness is 1; expected 0"):
+        VllmEngine(["http://localhost:8000"], staleness=1)
 
 
-def test_servers_sleep_between_rollouts(start: Callable[..., FakeVllm], opened: Callable[..., object]) -> None:
-    server = start()
-    engine, policy = opened(server, sleep=True)  # type: ignore[misc]
-    for _ in range(2):
+def test_servers_sleep_while_the_trainer_updates(
+    start: Callable[..., FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Awake for rollouts and for whoever judges by them; nothing is updated before they sleep."""
+    server = start(["<code>apis.mail.list(page=1)</code>"])
+    seen: list[tuple[str, bool]] = []
+    judge, update = RandomRubric.judge, GRPOModule.update
+
+    def judged(self: RandomRubric, groups: Iterable[Group]) -> Iterator[Judgement]:
+        for judgement in judge(self, groups):
+            seen.append(("judge", server.asleep))
+            yield judgement
+
+    def updated(self: GRPOModule, credited: Iterable[Credit]) -> None:
+        seen.append(("update", server.asleep))
+        update(self, credited)
+
+    monkeypatch.setattr(RandomRubric, "judge", judged)
+    monkeypatch.setattr(GRPOModule, "update", updated)
+    train(
+        configuration(
+            f"run={tmp_path / 'run'}", "engine=vllm", f"engine.servers=[{server.url}]", "engine.sleep=true", "steps=2",
+            "rubric=random", "tasks_per_step=1", "group_size=2", "eval.before=false", "eval.tasks=1", "report=false",
+            "limits.max_turns=2", "limits.max_prompt_tokens=500", "update.order=arrival",
+        )
+    )  # fmt: skip
+    assert seen == [("judge", False), ("update", True)] * 2
+    assert server.order.count("/wake_up") == 2  # it was awake at first; the last time for the evaluation
+
+
+# --- the policy as judge ----------------------------------------------------------------------------------------------
+
+
+def test_the_policy_judges_through_the_served_adapter(
+    start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret-key")
+    servers = start(api_key="s3cret-key"), start(api_key="s3cret-key")
+    engine, policy = opened(*servers)  # type: ignore[misc]
+    verdict = {"title": "Says hello first", "evidence": "e", "justification": "j", "score": 1}
+    for server in servers:
+        server.reply = json.dumps({"verdicts": [verdict]})
+    judge = JudgeClient("hosted_vllm/unset", max_retries=0, timeout_s=20.0)
+    for version in (1, 2):
+        policy.version = version
+        _perturb(policy, version)
         run(engine, policy, rollouts(policy))
-        assert server.asleep
-    assert server.order.count("/wake_up") == 1  # it was awake at first
+        base, name, key = engine.judge_endpoint()
+        assert name.startswith(f"draco-v{version:06d}-")
+        member = judge.with_model(f"hosted_vllm/{name}", api_base=base, api_key=key)
+        record = BackgroundLoop.shared().submit(ping(member)).result(60)  # type: ignore[arg-type]
+        assert (record.outcome, record.served_model.split("/")[-1]) == ("ok", name)
+        assert "s3cret" not in repr(record)
+    BackgroundLoop.shared().submit(judge.aclose()).result(60)
+    asked = [[c["model"] for c in s.chats] for s in servers]
+    assert sorted(map(len, asked)) == [1, 1]  # batches take the servers in turn
+    for body in servers[0].chats + servers[1].chats:  # a small model's JSON is valid because decoding is guided
+        assert body["response_format"]["json_schema"]["schema"] == json_schema("score")
+
+
+def test_scripts_that_roll_out_without_training_use_the_servers(start: Callable[..., FakeVllm]) -> None:
+    server = start(["<code>apis.mail.list(page=1)</code>"])
+    options = ("engine=vllm", f"engine.servers=[{server.url}]", "limits.max_turns=2", "limits.max_prompt_tokens=500")
+    (group,) = sample_groups(compose_config(options), tasks=1, samples=2)
+    assert [t.termination for t in group.trajectories] == [Termination.TURN_LIMIT] * 2
+    assert len(server.requests) == 4
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------

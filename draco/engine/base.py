@@ -25,6 +25,8 @@ class Engine(ABC):
     #: mean |Δ log-prob| between engine and trainer, in nats a token, above which a batch makes no update and the run
     #: stops; None never stops it
     max_mismatch: float | None = None
+    #: the update waits until a whole batch is judged, and for `rest`
+    rests: bool = False
 
     def open(self, policy: Policy, run: Path, *, temperature: float) -> None:  # noqa: B027 - optional
         """Prepare before the first rollout; what cannot work is found here.
@@ -37,6 +39,9 @@ class Engine(ABC):
         Raises:
             ConfigError: the engine cannot be used as configured.
         """
+
+    def rest(self) -> None:  # noqa: B027 - optional
+        """A batch is rolled out and judged: make room for the update. On every rank at the same place."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Release what `open` took. Safe to call twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
@@ -51,7 +52,12 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int, step: int
     chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, config.limits.max_prompt_tokens)
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
     batch = TaskBatch(step, tuple(chosen), samples, "author", config.temperature)
-    return sorted(rollout.generate(policy, batch), key=lambda g: g.index)
+    with TemporaryDirectory(prefix="draco-") as scratch:  # logs and adapters of servers
+        try:
+            parts.engine.open(policy, Path(scratch), temperature=config.temperature)
+            return sorted(rollout.generate(policy, batch), key=lambda g: g.index)
+        finally:
+            parts.close()
 
 
 def archived_groups(run: Path, steps: int | None = None) -> list[Group]:

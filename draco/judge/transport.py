@@ -150,11 +150,15 @@ class Transport:
             await self._litellm.close_litellm_async_clients()
 
     def sends_schema(self, model: str) -> bool:
-        """Whether requests to this model carry the reply's JSON schema."""
+        """Whether requests to this model carry the reply's JSON schema.
+
+        vLLM decodes any model by a schema; litellm's table, which goes by model names, does not know that.
+        """
         if model not in self._schemas:
             litellm = self.load()
             self._schemas[model] = self.response_schema == "on" or (
-                self.response_schema == "auto" and bool(litellm.supports_response_schema(model=model))
+                self.response_schema == "auto"
+                and (model.startswith("hosted_vllm/") or bool(litellm.supports_response_schema(model=model)))
             )
         return self._schemas[model]
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draco.errors import EngineError
 from draco.policy import Policy
+from draco.sharding import full
 
 __all__ = ["PREFIX", "Adapter", "AdapterStore", "served_keys"]
 
 PREFIX = "draco-v"
 KEPT = 2
-_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +53,30 @@ class AdapterStore:
         self.folder, self.writer, self.patience_s = folder, writer, patience_s
 
     def publish(self, policy: Policy) -> Adapter:
-        """The policy's adapter as a complete folder.
+        """The policy's adapter as a complete folder. Of a sharded policy every rank must call it.
 
         Raises:
             EngineError: the writing rank did not write it.
         """
-        state = policy.adapter_state()
+        state = {name: full(tensor).detach().cpu().contiguous() for name, tensor in policy.adapter_state().items()}
         name = f"{PREFIX}{policy.version:06d}-{_digest(state)}"
         adapter = Adapter(name, self.folder / name, any(bool(t.any()) for k, t in state.items() if "lora_B" in k))
         if adapter.folder.is_dir():
             return adapter
         if self.writer:
-            self._write(policy, adapter.folder)
+            self._write(policy, state, adapter.folder)
             self._prune(adapter)
         else:
             self._wait(adapter.folder)
         return adapter
 
-    def _write(self, policy: Policy, folder: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _write(self, policy: Policy, state: Mapping[str, Tensor], folder: Path) -> None:
         part = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}")  # each machine may write
-        policy.save_adapter(part)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         model_type = str(getattr(policy.model.config, "model_type", ""))
-        state = load_file(part / _WEIGHTS)
-        renamed = served_keys(model_type, state)
-        if renamed.keys() != state.keys():
-            save_file(dict(renamed), part / _WEIGHTS, metadata={"format": "pt"})
+        save_file(served_keys(model_type, state), part / "adapter_model.safetensors", metadata={"format": "pt"})
+        policy.model.peft_config[policy.model.active_adapter].save_pretrained(str(part))
         try:
             part.rename(folder)
         except OSError:
@@ -123,5 +121,5 @@ def _digest(state: Mapping[str, Tensor]) -> str:
     found: Any = hashlib.blake2b(digest_size=4)
     for key in sorted(state):
         found.update(key.encode())
-        found.update(state[key].detach().cpu().contiguous().view(torch.uint8).numpy())
+        found.update(state[key].view(torch.uint8).numpy())
     return str(found.hexdigest())

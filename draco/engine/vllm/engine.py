@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -37,9 +37,12 @@ from draco.engine.vllm.probe import SAMPLED, Probe, default_tolerance
 from draco.engine.vllm.routing import Router
 from draco.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
 from draco.policy import Policy
+from draco.sharding import is_sharded
 from draco.types import Termination
 
 __all__ = ["VllmEngine"]
+
+T = TypeVar("T")
 
 log = logging.getLogger("draco")
 
@@ -53,6 +56,11 @@ class _Seat:
     max_len: int = 0
     adapters: list[str] = field(default_factory=list)  #: verified, oldest first
     base_answer: Completion | None = None  #: to the probe
+
+    def forget(self) -> None:
+        """It is another process than before."""
+        self.adapters.clear()
+        self.base_answer = None
 
 
 @dataclass(slots=True)
@@ -88,7 +96,8 @@ class VllmEngine(Engine):
         threads: CPU threads of a launched server on a CPU; None = 1.
         adapter_dir: where adapter versions are written; None = ``RUN/adapters``.
         adapter_dir_on_server: the same folder as servers see it; None = the same path.
-        sleep: servers give their GPU memory back between rollouts.
+        sleep: servers give their GPU memory back while the trainer updates.
+        staleness: updates between sampling and training; only 0 exists.
     """
 
     def __init__(
@@ -111,6 +120,7 @@ class VllmEngine(Engine):
         adapter_dir: str | None = None,
         adapter_dir_on_server: str | None = None,
         sleep: bool = False,
+        staleness: int = 0,
     ) -> None:
         urls = [str(url).rstrip("/").removesuffix("/v1") for url in servers]
         if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
@@ -122,16 +132,25 @@ class VllmEngine(Engine):
                 f"engine.retries={retries} (≥ 0), concurrency={concurrency} (≥ 1), env_threads={env_threads} (≥ 1), "
                 f"request_timeout_s={request_timeout_s} (> 0): a value is out of range"
             )
+        if staleness != 0:
+            raise ConfigError(
+                f"engine.staleness is {staleness}; expected 0: in this version no batch rolls out while the one before "
+                "it trains, and every group is sampled and trained at the same weights"
+            )
         self.urls, self.launch, self.python = urls, launch, python
         self.api_key_env, self.lengths = api_key_env, max_prompt_tokens + max_response_tokens
         self.max_mismatch, self.probe_tolerance = max_mismatch, probe_tolerance
         self.retries, self.request_timeout_s, self.cooldown_s = retries, request_timeout_s, cooldown_s
         self.concurrency, self.env_threads, self.threads = concurrency, env_threads, threads
-        self.adapter_dir, self.adapter_dir_on_server, self.sleep = adapter_dir, adapter_dir_on_server, sleep
+        self.adapter_dir, self.adapter_dir_on_server = adapter_dir, adapter_dir_on_server
+        self.sleep = self.rests = sleep
         self._launched: Launched | None = None
         self._store: AdapterStore | None = None
         self._seats: list[_Seat] = []
         self._pool: ThreadPoolExecutor | None = None
+        self._adapter: Adapter | None = None  #: the version that servers hold
+        self._probe: Probe | None = None  #: of that version
+        self._judged = 0  #: batches that asked where to judge
         self._counts: Counter[str] = Counter()
         self._sync_s = 0.0
 
@@ -154,7 +173,11 @@ class VllmEngine(Engine):
             self._wait(self._meet(policy))
             self._sync(policy, temperature, first=True)
         except (EngineError, TrainingStopped) as error:
-            self.close()
+            try:
+                if self._launched:
+                    self._launched.check()  # one that has ended says why
+            finally:
+                self.close()
             raise ConfigError(f"engine=vllm cannot start: {error}") from error
         except BaseException:
             self.close()
@@ -179,7 +202,7 @@ class VllmEngine(Engine):
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._launched is not None:
             self._launched.stop()
-        self._pool = self._launched = self._store = None
+        self._pool = self._launched = self._store = self._adapter = self._probe = None
         self._seats = []
 
     async def _meet(self, policy: Policy) -> None:
@@ -224,7 +247,10 @@ class VllmEngine(Engine):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def _sync(self, policy: Policy, temperature: float, *, first: bool = False) -> tuple[Adapter, Probe]:
-        """Every reachable server holds the policy's current adapter when this returns.
+        """Every reachable server holds the policy's current adapter when this returns, and has proved it.
+
+        A sharded policy has no weights before Lightning gives it some: the proof then waits for the first rollouts. Its
+        ranks come here together, with tasks or without.
 
         Raises:
             TrainingStopped: a server answers and cannot serve it, or none answers.
@@ -232,48 +258,68 @@ class VllmEngine(Engine):
         assert self._store is not None
         started = time.perf_counter()
         adapter = self._store.publish(policy)
-        tolerance = default_tolerance(policy) if self.probe_tolerance is None else self.probe_tolerance
-        probe = Probe(policy, temperature, tolerance)
-        if first or any(adapter.name not in seat.adapters for seat in self._seats):
-            self._wait(self._push_all(adapter, probe, everywhere=first))
+        if self._adapter != adapter or self._probe is None:
+            tolerance = default_tolerance(policy) if self.probe_tolerance is None else self.probe_tolerance
+            self._adapter, self._probe = adapter, Probe(policy, temperature, tolerance)
+        probe = self._probe
+        lacking = not probe.ready or any(adapter.name not in seat.adapters for seat in self._seats)
+        if first or (any(gather(lacking)) if is_sharded(policy.model) else lacking):
+            answers = self._wait(self._push_all(adapter, probe, everywhere=first))
+            if not next(policy.model.parameters()).is_meta:
+                self._prove(adapter, probe, answers)
         self._sync_s += time.perf_counter() - started
         return adapter, probe
 
-    async def _push_all(self, adapter: Adapter, probe: Probe, *, everywhere: bool) -> None:
+    async def _push_all(self, adapter: Adapter, probe: Probe, *, everywhere: bool) -> list[Completion | None]:
+        """What each server answers the probe by the adapter; None: it is lost."""
         async with self._session() as session:
             pushes = [self._push_patiently(seat, session, adapter, probe) for seat in self._seats]
             results = await asyncio.gather(*pushes, return_exceptions=True)
         failed = [r for r in results if isinstance(r, BaseException)]
         fatal = [r for r in failed if not isinstance(r, ServerLost) or everywhere]
         if fatal or len(failed) == len(self._seats):
-            raise TrainingStopped(f"adapter {adapter.name} could not be served: {(fatal or failed)[0]}")
+            raise _unserved(adapter, (fatal or failed)[0])
         for loss in failed:
             log.warning("going on without a generation server: %s", loss)
         self._counts["servers_lost"] += len(failed)
+        return [None if isinstance(r, BaseException) else r for r in results]
+
+    def _prove(self, adapter: Adapter, probe: Probe, answers: Sequence[Completion | None]) -> None:
+        """Compare answers with the trainer's own log-probs: as many forward passes as servers, on every rank."""
+        expected = [probe.expect(answer.token_ids if answer else ()) for answer in answers]
+        for seat, answer, ours in zip(self._seats, answers, expected, strict=True):
+            if answer is None:
+                continue
+            assert seat.base_answer is not None
+            try:
+                probe.check(seat.url, adapter.name, adapter.trained, answer, seat.base_answer, ours)
+            except EngineError as error:
+                seat.adapters.remove(adapter.name)
+                raise _unserved(adapter, error) from error
 
     async def _push_patiently(
         self, seat: _Seat, session: aiohttp.ClientSession, adapter: Adapter, probe: Probe
-    ) -> None:
+    ) -> Completion:
         server = Server(seat.url, session, timeout_s=self.request_timeout_s)
         async for attempt in self._attempts(ServerLost):
             with attempt:
-                await self._push(seat, server, adapter, probe)
+                return await self._push(seat, server, adapter, probe)
+        raise AssertionError("unreachable")
 
-    async def _push(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe) -> None:
-        """Load, verify, forget what is older than the version before."""
-        if adapter.name in seat.adapters:
-            return
+    async def _push(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe) -> Completion:
+        """Load, ask the probe, forget what is older than the version before."""
         path = adapter.folder
         if self.adapter_dir_on_server:
             path = Path(self.adapter_dir_on_server) / adapter.name
-        try:
-            await server.load_adapter(adapter.name, str(path))
-        except ModelMissing as error:
-            raise ServerRefused(
-                f"{seat.url} cannot load adapters from {path} ({str(error)[-160:]}): a server on another machine must "
-                "see the run folder (mount it, or set engine.adapter_dir and engine.adapter_dir_on_server to a shared "
-                "folder) and runs with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-            ) from error
+        if adapter.name not in seat.adapters:
+            try:
+                await server.load_adapter(adapter.name, str(path))
+            except ModelMissing as error:
+                raise ServerRefused(
+                    f"{seat.url} cannot load adapters from {path} ({str(error)[-160:]}): a server on another machine "
+                    "must see the run folder (mount it, or set engine.adapter_dir and engine.adapter_dir_on_server to "
+                    "a shared folder) and runs with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                ) from error
 
         async def ask(model: str) -> Completion:
             return await server.complete(
@@ -282,12 +328,28 @@ class VllmEngine(Engine):
 
         if seat.base_answer is None:
             seat.base_answer = await ask(seat.base)
-        answer = await ask(adapter.name)
-        # On this loop's thread: the policy only reads, and the trainer's thread waits for it.
-        probe.check(seat.url, adapter.name, adapter.trained, answer, seat.base_answer)
-        seat.adapters.append(adapter.name)
+        try:
+            answer = await ask(adapter.name)
+        except ModelMissing:
+            seat.forget()  # started anew since it was given the adapter: the next attempt gives it again
+            raise
+        if adapter.name not in seat.adapters:
+            seat.adapters.append(adapter.name)
         while len(seat.adapters) > 2:
             await server.unload_adapter(seat.adapters.pop(0))
+        return answer
+
+    async def _push_again(self, seat: _Seat, server: Server, adapter: Adapter, probe: Probe) -> None:
+        """To a server that has come back in the middle of a batch."""
+        if adapter.name in seat.adapters:
+            return
+        answer = await self._push(seat, server, adapter, probe)
+        assert seat.base_answer is not None
+        try:
+            probe.check_prompt(seat.url, adapter.name, adapter.trained, answer, seat.base_answer)
+        except EngineError:
+            seat.adapters.remove(adapter.name)
+            raise
 
     def _attempts(self, kind: type[Exception]) -> AsyncRetrying:
         return AsyncRetrying(
@@ -305,12 +367,17 @@ class VllmEngine(Engine):
             raise RuntimeError("open the engine first")
         if self.sleep:
             self._wait(self._wake_all())
-        yield from self._drive(policy, rollouts, temperature) if rollouts else ()
-        if self.sleep:
-            gather(None)  # no rank's trajectories are left on the servers that ranks share
+        yield from self._drive(policy, rollouts, temperature)
+
+    def rest(self) -> None:
+        """Have the servers give their GPU memory back, where `sleep` says so, until the next rollouts."""
+        if self.sleep and self._seats:
+            gather(None)  # no rank's trajectories or judgements are left on the servers that ranks share
             self._wait(self._sleep_all())
 
     def _drive(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
+        if not rollouts and not is_sharded(policy.model):
+            return
         adapter, probe = self._sync(policy, temperature)
         ended: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
         finished = threading.Event()
@@ -430,7 +497,7 @@ class VllmEngine(Engine):
         seat, server = job.seats[index], job.servers[index]
         if job.adapter.name not in seat.adapters:
             async with job.locks[index]:
-                await self._push(seat, server, job.adapter, job.probe)
+                await self._push_again(seat, server, job.adapter, job.probe)
         room = min(rollout.budget(), seat.max_len - position)
         if room < 1:
             raise EngineError(f"the trajectory has {position} tokens; the context of {seat.url} is {seat.max_len}")
@@ -445,9 +512,25 @@ class VllmEngine(Engine):
                 end_ids=sorted(rollout.chat.end_ids),
             )
         except ModelMissing:
-            seat.adapters.clear()  # a server that was started anew: push again
-            seat.base_answer = None
+            seat.forget()  # a server that was started anew: push again
             raise
+
+    # --- judge ------------------------------------------------------------------------------------------------------
+
+    def judge_endpoint(self) -> tuple[str, str, str] | None:
+        """Where the policy judges with its current adapter.
+
+        Returns:
+            Address of the server's OpenAI-compatible API, the adapter version's name there (to litellm
+            ``hosted_vllm/NAME``), and the server's key ("" if it wants none); None before the first rollouts. Ranks,
+            and the batches of a rank, take the servers in turn.
+        """
+        holding = [seat for seat in self._seats if self._adapter and self._adapter.name in seat.adapters]
+        if not holding or self._adapter is None:
+            return None
+        self._judged += 1
+        seat = holding[(int(os.environ.get("RANK", "0")) + self._judged) % len(holding)]
+        return f"{seat.url}/v1", self._adapter.name, os.environ.get(self.api_key_env, "")
 
     # --- sleep ------------------------------------------------------------------------------------------------------
 
@@ -473,11 +556,11 @@ class VllmEngine(Engine):
                 with contextlib.suppress(ServerLost):
                     await Server(seat.url, session, timeout_s=self.request_timeout_s).sleep()
 
-    def _wait(self, coro: Coroutine[Any, Any, None]) -> None:
+    def _wait(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run on the background loop; this thread waits and stays interruptible."""
         future = BackgroundLoop.shared().submit(coro)
         try:
-            future.result()
+            return future.result()
         except BaseException:
             future.cancel()
             raise
@@ -490,6 +573,10 @@ class VllmEngine(Engine):
             "engine/servers_lost": float(counts["servers_lost"]),
             "time/adapter_sync_s": seconds,
         }
+
+
+def _unserved(adapter: Adapter, why: BaseException) -> TrainingStopped:
+    return TrainingStopped(f"adapter {adapter.name} could not be served: {why}")
 
 
 def _next(ended: queue.SimpleQueue[Rollout], future: Future[None]) -> Rollout:

@@ -1,7 +1,9 @@
 """What a server must answer before rollouts use an adapter version: the trainer's own log-probs.
 
 One request carries a fixed prompt. The log-probs of the prompt's tokens (always at temperature 1) and of a few sampled
-ones (at the sampling temperature) are compared with a forward pass of the trainer, and with the base model's.
+ones (at the sampling temperature) are compared with a forward pass of the trainer, and with the base model's. A server
+that comes back while a batch is under way is asked about the prompt alone, from memory: the trainer's thread may be at
+work on the same modules, and of a sharded policy a forward pass takes all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from draco.engine.vllm.client import Completion
 from draco.errors import EngineError
 from draco.policy import Policy
+from draco.sharding import whole_call
 from draco.types import Message
 
 __all__ = ["SAMPLED", "Probe", "default_tolerance"]
@@ -30,7 +33,7 @@ def default_tolerance(policy: Policy) -> float:
 
 @dataclass(slots=True)
 class Probe:
-    """The trainer's side of the comparison.
+    """The trainer's side of the comparison, for one adapter version.
 
     Args:
         policy: with the adapter's weights.
@@ -41,6 +44,7 @@ class Probe:
     policy: Policy
     temperature: float
     tolerance: float
+    _known: Tensor | None = None  #: the trainer's log-probs of prompt tokens 1…
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -51,21 +55,58 @@ class Probe:
         )
         return self.policy.chat.prompt_ids(opening)[:_PROMPT]
 
-    def check(self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion) -> float:
-        """Compare; returns the mean |Δ| over the prompt's tokens.
+    @property
+    def ready(self) -> bool:
+        """Whether the trainer's side is known; a sharded policy has no weights at first."""
+        return self._known is not None
+
+    @torch.no_grad()
+    def expect(self, sampled: Sequence[int]) -> dict[float, Tensor]:
+        """[T − 1] log-prob of each token of prompt and `sampled` given those before it, by temperature.
+
+        A forward pass: on the trainer's thread, and of a sharded policy on every rank.
+        """
+        prompt = self.prompt
+        row = torch.tensor([[*prompt, *sampled]], device=self.policy.device)
+        model = self.policy.model
+        with self.policy.sampling():
+            logits = whole_call(model, lambda: model(input_ids=row, use_cache=False).logits)[0, :-1].float()
+        target = row[0, 1:, None]
+        found = {t: (logits / t).log_softmax(-1).gather(1, target).squeeze(1).cpu() for t in {1.0, self._scale}}
+        self._known = found[1.0][: len(prompt) - 1]
+        return found
+
+    def check(
+        self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion, ours: dict[float, Tensor]
+    ) -> float:
+        """Compare all; returns the mean |Δ| over the prompt's tokens.
 
         Args:
             url, adapter: for the message.
             trained: some B ≠ 0.
             answer: the server's, by the adapter.
             base: the server's, by the base model, on the same prompt.
+            ours: what `expect` gave for the sampled tokens.
 
         Raises:
             EngineError: the server does not serve these weights, or not at this temperature.
         """
-        ours = self._logprobs([*self.prompt, *answer.token_ids])
+        gap = self.check_prompt(url, adapter, trained, answer, base)
         count = len(self.prompt) - 1
-        gap = _mean_gap(answer.prompt_logprobs, ours[1.0][:count])
+        sampled = _mean_gap(answer.logprobs, ours[self._scale][count:])
+        if not sampled <= max(self.tolerance, 3 * gap):
+            raw = _mean_gap(answer.logprobs, ours[1.0][count:])
+            hint = "; they are those at temperature 1: start it with --logprobs-mode processed_logprobs"
+            raise EngineError(
+                f"{url}: log-probs of sampled tokens differ from the trainer's at temperature {self.temperature:g} by "
+                f"{sampled:.3g} nats{hint if raw <= max(self.tolerance, 3 * gap) else ''}"
+            )
+        return gap
+
+    def check_prompt(self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion) -> float:
+        """Compare the prompt's tokens with what the last `expect` gave for them; see `check`."""
+        assert self._known is not None
+        gap = _mean_gap(answer.prompt_logprobs, self._known)
         if trained and answer.prompt_logprobs == base.prompt_logprobs:
             raise EngineError(
                 f"{url} answers {adapter} exactly as the base model: it loaded the adapter and applies none of it "
@@ -77,28 +118,11 @@ class Probe:
                 f"token on a probe, more than engine.probe_tolerance={self.tolerance:g}; is it the same base model, "
                 "dtype and adapter?"
             )
-        sampled = _mean_gap(answer.logprobs, ours[self._scale][count:])
-        if not sampled <= max(self.tolerance, 3 * gap):
-            raw = _mean_gap(answer.logprobs, ours[1.0][count:])
-            hint = "; they are those at temperature 1: start it with --logprobs-mode processed_logprobs"
-            raise EngineError(
-                f"{url}: log-probs of sampled tokens differ from the trainer's at temperature {self.temperature:g} by "
-                f"{sampled:.3g} nats{hint if raw <= max(self.tolerance, 3 * gap) else ''}"
-            )
         return gap
 
     @property
     def _scale(self) -> float:
         return self.temperature or 1.0  # greedy log-probs are those at temperature 1
-
-    @torch.no_grad()
-    def _logprobs(self, ids: Sequence[int]) -> dict[float, Tensor]:
-        """[T − 1] log-prob of each token given those before it, by temperature."""
-        row = torch.tensor([list(ids)], device=self.policy.device)
-        with self.policy.sampling():
-            logits = self.policy.model(input_ids=row, use_cache=False).logits[0, :-1].float()
-        target = row[0, 1:, None]
-        return {t: (logits / t).log_softmax(-1).gather(1, target).squeeze(1).cpu() for t in {1.0, self._scale}}
 
 
 def _mean_gap(theirs: Sequence[float], ours: Tensor) -> float:
