@@ -63,6 +63,14 @@ class ChatFormat:
         self.opened = _THINK if after.rstrip().endswith(_THINK) else ""
         self.encode_text = lru_cache(maxsize=65536)(self._encode_untrusted)
 
+    def varied(self, **kwargs: Any) -> ChatFormat:
+        """The same with other template arguments.
+
+        Raises:
+            TemplateError: the template cannot be driven with them.
+        """
+        return ChatFormat(self.tokenizer, **self._kwargs | kwargs)
+
     def _render(self, messages: list[dict[str, str]], *, generation: bool) -> str:
         try:
             text = self.tokenizer.apply_chat_template(

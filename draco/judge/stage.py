@@ -71,6 +71,8 @@ class JudgedRubric(BaseRubric):
     A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are made again.
     """
 
+    asks_policy = False  #: the policy is the judge: nothing can be asked before its weights load
+
     def __init__(
         self,
         judge: JudgeClient,
@@ -156,15 +158,15 @@ class JudgedRubric(BaseRubric):
         if self._place is not None and trainer.world_size > 1:
             self.client.bind(*self._place, trainer.global_rank, trainer.world_size)
 
-    def check(self) -> CallRecord:
-        """One cheap call: is the key right, is the model there, does it answer in JSON?
+    def check(self) -> CallRecord | None:
+        """One cheap call: is the key right, is the model there, does it answer in JSON? None: nothing to ask yet.
 
         Raises:
             JudgeConfigError: no.
             TrainingStopped: a cap on spending is reached.
         """
         self.client.load()  # a model of no known provider ends here
-        return self._background().submit(ping(self.client)).result()
+        return self._background().submit(ping(self.pipeline.client)).result()
 
     def _background(self) -> BackgroundLoop:
         if self._loop is None or self._loop.closed:

@@ -35,7 +35,13 @@ class Endpoint:
     model: str  #: litellm's name, provider first
     api_base: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    timeout_s: float | None = None  #: of one attempt; None: judge.timeout_s
     arguments: Mapping[str, Any] = field(default_factory=dict)  #: further ones of litellm's call
+
+    @property
+    def place(self) -> tuple[str, str | None]:
+        """What tells it from other endpoints."""
+        return self.model, self.api_base
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Endpoint:
@@ -50,7 +56,7 @@ class Endpoint:
             return cls(**{str(k): v for k, v in given.items()})
         except (TypeError, AttributeError):
             raise JudgeConfigError(
-                "judge.fallbacks must be a list of model names or of mappings {model, api_base, api_key}"
+                "judge.fallbacks must be a list of model names or of mappings {model, api_base, api_key, timeout_s}"
             ) from None
 
 
