@@ -167,7 +167,7 @@ class Answering:
                     continue
                 ask.answer.set_result(
                     Answer(
-                        ended.messages[-1].content,
+                        self.chat.opened + ended.messages[-1].content,  # a thought that the template began
                         ended.termination is Termination.LENGTH_LIMIT,
                         ended.prompt_tokens,
                         len(ended.token_ids) - ended.prompt_tokens,
