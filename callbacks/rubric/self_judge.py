@@ -135,7 +135,7 @@ class SelfJudgeRubric(JudgedRubric):
     def use(self, policy: Policy, engine: Engine) -> None:
         """Take the policy and the engine to judge with; see `setup`."""
         self._policy, self._engine = policy, engine
-        self._chat = policy.chat.varied(enable_thinking=self.thinking)
+        self._chat = policy.chat.one_turn(enable_thinking=self.thinking)
         self._context = self.context or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
         plan = self.pipeline.plan.name
         needs = needed_context(plan, *self._sizes)
@@ -188,8 +188,9 @@ class SelfJudgeRubric(JudgedRubric):
         """The client's calls to a served policy."""
         body = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
         return self.client.with_model(
-            name, api_base=base, api_key=key or None, max_tokens=self.max_reply_tokens, extra_body=body
-        )
+            name, api_base=base, api_key=key or None, section="rubric.stage", max_tokens=self.max_reply_tokens,
+            extra_body=body,
+        )  # fmt: skip
 
     def _name(self) -> str:
         assert self.model is not None

@@ -247,9 +247,10 @@ class JudgeClient:
 
         Args:
             model: litellm's name of it.
-            arguments: `api_base`, `api_key`, `timeout_s`, and further arguments of litellm's call.
+            arguments: `api_base`, `api_key`, `timeout_s`, `section` (see `Endpoint`), and further arguments of litellm's call.
         """
-        place = {name: arguments.pop(name) for name in ("api_base", "api_key", "timeout_s") if name in arguments}
+        names = ("api_base", "api_key", "timeout_s", "section")
+        place = {name: arguments.pop(name) for name in names if name in arguments}
         self.redact.add(place.get("api_key"))
         return JudgeMember(self, Endpoint(model, **place, arguments=arguments))
 
@@ -334,7 +335,7 @@ class JudgeClient:
             try:
                 reply = await self._retry(call, endpoint, messages, last=last, once=turn == "try")
             except Fault as fault:
-                error = fault.final(endpoint.model)
+                error = fault.final(endpoint)
                 if isinstance(error, JudgeConfigError):
                     raise error from None
                 if fault.passing:

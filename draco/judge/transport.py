@@ -21,9 +21,9 @@ from draco.judge.spend import Prices, Usage
 __all__ = ["Endpoint", "Fault", "Reply", "Transport"]
 
 _WHAT_TO_DO = {
-    "auth": "set the provider's key (for example OPENAI_API_KEY) or judge.api_base",
-    "not_found": "check judge.model and judge.api_base",
-    "bad_request": "check judge.model and its parameters; judge.temperature=null sends no temperature, "
+    "auth": "set the provider's key (for example OPENAI_API_KEY) or {place}.api_base",
+    "not_found": "check {place}.model and {place}.api_base",
+    "bad_request": "check {place}.model and its parameters; judge.temperature=null sends no temperature, "
     "judge.response_schema=off sends no schema",
 }
 
@@ -37,6 +37,7 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float | None = None  #: of one attempt; None: judge.timeout_s
     arguments: Mapping[str, Any] = field(default_factory=dict)  #: further ones of litellm's call
+    section: str = "judge"  #: of the configuration that names it, for error texts
 
     @property
     def place(self) -> tuple[str, str | None]:
@@ -88,10 +89,11 @@ class Fault(Exception):
         super().__init__(text)
         self.kind, self.passing, self.wait_s, self.latency_s = kind, passing, wait_s, 0.0
 
-    def final(self, model: str) -> JudgeCallError | JudgeConfigError:
+    def final(self, endpoint: Endpoint) -> JudgeCallError | JudgeConfigError:
         """The error for a fault that will not pass."""
+        model = endpoint.model
         if self.kind in _WHAT_TO_DO:
-            return JudgeConfigError(f"{model}: {self}; {_WHAT_TO_DO[self.kind]}")
+            return JudgeConfigError(f"{model}: {self}; {_WHAT_TO_DO[self.kind].format(place=endpoint.section)}")
         if self.kind in ("too_long", "refused"):
             return JudgeCallError(f"{model} refused this prompt ({self.kind}): {self}")
         return JudgeCallError(f"{model}: {self}")
