@@ -378,6 +378,8 @@ class JudgeClient:
             with attempt:
                 # The slot is given back while a failed attempt waits for its next one.
                 async with self._slot():
+                    if not last and not once and self.breaker.open(endpoint.place):
+                        raise Fault("connection", "another call has given it up", passing=True)
                     return await self._attempt(call, endpoint, messages)
         raise AssertionError("unreachable")
 
