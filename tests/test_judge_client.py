@@ -239,6 +239,7 @@ def test_concurrency_is_limited(fake: FakeJudge) -> None:
         {"temperature": "hot"},
         {"max_tokens": 0},
         {"fallback_s": -1.0},
+        {"api_base": "127.0.0.1:8000/v1"},
     ],
 )
 def test_bad_options(options: dict[str, Any]) -> None:

@@ -62,8 +62,8 @@ def run(folder: Path, jobs: list[dict[str, Any]]) -> list[tuple[list[int], str]]
 def options(judge: Judge, *more: str) -> list[str]:
     return [
         "steps=3", "tasks_per_step=2", "group_size=3", "policy.rank=4", "eval.before=false", "eval.tasks=1",
-        "limits.max_response_tokens=160", "trainer=ddp", "trainer.accelerator=cpu", "judge=litellm", "judge.model=openai/loopback",
-        f"judge.api_base={judge.base}", "report=false", *more,
+        "limits.max_response_tokens=160", "trainer=ddp", "trainer.accelerator=cpu", "judge=litellm",
+        "judge.model=openai/loopback", f"judge.api_base={judge.base}", "report=false", *more,
     ]  # fmt: skip
 
 

@@ -81,9 +81,10 @@ def test_in_process(options: tuple[str, ...], tmp_path: Path, monkeypatch: pytes
             raise TrainingStopped("cut")
         write(self, *args)
 
-    with monkeypatch.context() as patch, pytest.raises(TrainingStopped, match="cut"):
+    with monkeypatch.context() as patch:
         patch.setattr(ArchiveWriter, "on_train_batch_end", once)
-        train(*options, f"run={cut}")
+        with pytest.raises(TrainingStopped, match="cut"):
+            train(*options, f"run={cut}")
     train(f"resume={cut}")
     assert same(whole, cut)
 

@@ -107,6 +107,10 @@ class JudgeOptions:
             raise JudgeConfigError(
                 f"judge.model is {self.model!r}; expected PROVIDER/MODEL, for example openai/gpt-5.4"
             )
+        if self.api_base is not None and not str(self.api_base).startswith(("http://", "https://")):
+            raise JudgeConfigError(
+                f"judge.api_base is {self.api_base!r}; expected an address such as http://127.0.0.1:8000/v1"
+            )
         number("judge.temperature", self.temperature, 0, optional=True)
         number("judge.timeout_s", self.timeout_s, 0, above=True)
         number("judge.backoff_s", self.backoff_s, 0)
@@ -247,7 +251,7 @@ class JudgeClient:
 
         Args:
             model: litellm's name of it.
-            arguments: `api_base`, `api_key`, `timeout_s`, `section` (see `Endpoint`), and further arguments of litellm's call.
+            arguments: `api_base`, `api_key`, `timeout_s`, `section` (see `Endpoint`); others go to litellm's call.
         """
         names = ("api_base", "api_key", "timeout_s", "section")
         place = {name: arguments.pop(name) for name in names if name in arguments}

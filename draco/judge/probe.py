@@ -42,10 +42,12 @@ async def ping(client: Judge) -> CallRecord:
     try:
         await client.call(request)
     except JudgeReplyError as error:
+        said = str(error).removeprefix("score: ")
         raise JudgeConfigError(
-            f"{error}; the judge answers, but not in the JSON asked for: choose a stronger judge.model, or try "
+            f"{said}; the judge answers, but not in the JSON asked for: choose a stronger judge.model, or try "
             "judge.response_schema=on"
         ) from None
     except JudgeCallError as error:
-        raise JudgeConfigError(f"{error}; is judge.api_base right, and is the judge up?") from None
+        said = str(error).removeprefix("score: ")
+        raise JudgeConfigError(f"{said}; is judge.api_base right, and is the judge up?") from None
     return records[-1]
