@@ -253,7 +253,8 @@ class JudgedRubric(BaseRubric):
             last = latest[-1]
             raise TrainingStopped(
                 f"{failed} of {members} trajectories of this batch lost their judgement, more than "
-                f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: {last.reason}"
+                f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: "
+                f"{last.reason.removeprefix(f'{last.phase}: ')}"
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
