@@ -166,7 +166,7 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     fake = FakeJudge()
     client(fake)
     served = iter([("http://127.0.0.1:9/v1", "policy-v3", "key-12345678"), ("http://127.0.0.1:9/v1", "policy-v4", "")])
-    serving = SimpleNamespace(judge_endpoint=lambda: next(served))
+    serving = SimpleNamespace(judge_endpoint=lambda: next(served), context=None)
     made = SelfJudgeRubric(policy_client(), max_reply_tokens=64)
     made.use(brain, serving)  # type: ignore[arg-type]
     made.before_group(group(2))
@@ -198,11 +198,15 @@ def test_what_cannot_fit_is_refused_before_training(brain: Any) -> None:
     assert needed_context("lean", 6, 4096, 24576, 50, 4096)["merge"] < 100_000
     brain.model.config.max_position_embeddings = 131_072
     with pytest.raises(ConfigError, match=r"merge call of judge.plan=paper may need .* judge.plan=lean"):
-        SelfJudgeRubric(policy_client()).use(brain, SimpleNamespace())  # type: ignore[arg-type]
-    SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace())  # type: ignore[arg-type]
+        SelfJudgeRubric(policy_client()).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
+    SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"served with 32768; .*engine.launch.max_len"):
+        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=32_768))  # type: ignore[arg-type]
+    elsewhere = SelfJudgeRubric(policy_client(plan="lean"), api_base="http://x/v1", model="hosted_vllm/p")
+    elsewhere.use(brain, SimpleNamespace(context=32_768))  # type: ignore[arg-type]
     brain.model.config.max_position_embeddings = 16_384
     with pytest.raises(ConfigError, match="smaller limits"):
-        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace())  # type: ignore[arg-type]
+        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,10 @@ class SelfJudgeRubric(JudgedRubric):
         """Take the policy and the engine to judge with; see `setup`."""
         self._policy, self._engine = policy, engine
         self._chat = policy.chat.one_turn(enable_thinking=self.thinking)
-        self._context = self.context or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
+        served = None if self.api_base else engine.context
+        self._context = (
+            self.context or served or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
+        )
         plan = self.pipeline.plan.name
         needs = needed_context(plan, *self._sizes)
         call = max(needs, key=lambda name: needs[name])
@@ -144,7 +147,8 @@ class SelfJudgeRubric(JudgedRubric):
             way = "judge.plan=lean, a smaller group_size, " if plan == "paper" and call == "merge" else ""
             raise ConfigError(
                 f"rubric=self_judge: the {call} call of judge.plan={plan} may need {needs[call]} tokens and the policy "
-                f"is served with {self._context}; set {way}smaller limits, or rubric.stage.context if more is served"
+                f"is served with {self._context}; set {way}smaller limits, or serve more (engine.launch.max_len; "
+                "rubric.stage.context says what an endpoint of your own serves)"
             )
 
     def check(self) -> CallRecord | None:

@@ -45,6 +45,11 @@ class Engine(ABC):
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
         """Drive every rollout to its end and yield each as soon as it has ended, in the order of ending."""
 
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and reply that are served to one conversation, once open; None: what the model can."""
+        return None
+
     def judge_endpoint(self) -> tuple[str, str, str] | None:
         """Where `rubric=self_judge` can ask the policy with its current adapter over an OpenAI-compatible API.
 

@@ -449,6 +449,11 @@ class VllmEngine(Engine):
             seat.base_answer = None
             raise
 
+    @property
+    def context(self) -> int | None:
+        """The shortest of the servers' contexts."""
+        return min((seat.max_len for seat in self._seats if seat.max_len), default=None)
+
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     async def _waken(self, server: Server) -> None:
