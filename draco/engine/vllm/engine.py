@@ -173,6 +173,11 @@ class VllmEngine(Engine):
         )
         return self._launched.urls
 
+    @property
+    def context(self) -> int | None:
+        """The shortest of the servers' contexts."""
+        return min((seat.max_len for seat in self._seats if seat.max_len), default=None)
+
     def close(self) -> None:
         """End launched servers; running ones forget this run's adapters when they are next asked to."""
         if self._pool is not None:
@@ -448,11 +453,6 @@ class VllmEngine(Engine):
             seat.adapters.clear()  # a server that was started anew: push again
             seat.base_answer = None
             raise
-
-    @property
-    def context(self) -> int | None:
-        """The shortest of the servers' contexts."""
-        return min((seat.max_len for seat in self._seats if seat.max_len), default=None)
 
     # --- sleep ------------------------------------------------------------------------------------------------------
 
