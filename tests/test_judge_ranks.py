@@ -107,3 +107,13 @@ def test_limits_are_those_of_all_ranks_together(judge: Judge, tmp_path: Path) ->
     assert max(sent) == 10  # half of the limit each, whatever the other does
     assert judge.most_busy <= 2
     assert not step_folders(tmp_path / "slow")
+
+
+def test_a_preflight_of_several_ranks(judge: Judge, tmp_path: Path) -> None:
+    """Rank 0 asks the judge; nobody waits for the others there."""
+    job = {"name": "pf", "ranks": 2, "overrides": options(judge, "run=pf", "preflight=true")}
+    ((codes, said),) = run(tmp_path, [job])
+    assert codes == [0, 0], said
+    assert "seen by 2 process(es)" in said
+    assert "call: attribute" in said
+    assert not (tmp_path / "pf").exists()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
-from draco.distributed import gather, world_size
+from draco.distributed import gather
 from draco.errors import ConfigError, JudgeError, TrainingStopped
 from draco.judge.client import JudgeClient
 from draco.judge.ensemble import Panel
@@ -231,7 +231,7 @@ class JudgedRubric(BaseRubric):
     def _share_spend(self) -> None:
         """Tell the other ranks what this one has spent, and hear it from them."""
         spend = self.client.spend
-        if world_size() > 1:
+        if spend.world > 1:  # of a preflight rank 0 alone makes the calls
             _ = self.client.store  # what earlier processes spent; every rank reads the same
             before, after = spend.agreed, spend.own()
             others = gather(after)

@@ -99,7 +99,9 @@ class Fault(Exception):
         """The error for a fault that will not pass."""
         model = endpoint.model
         if self.kind in _WHAT_TO_DO:
-            return JudgeConfigError(f"{model}: {str(self).rstrip('.')}; {_WHAT_TO_DO[self.kind].format(place=endpoint.section)}")
+            return JudgeConfigError(
+                f"{model}: {str(self).rstrip('.')}; {_WHAT_TO_DO[self.kind].format(place=endpoint.section)}"
+            )
         if self.kind in ("too_long", "refused"):
             return JudgeCallError(f"{model} refused this prompt ({self.kind}): {self}")
         return JudgeCallError(f"{model}: {self}")
