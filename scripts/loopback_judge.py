@@ -151,8 +151,8 @@ def made_up_reply(body: dict[str, Any]) -> str:
             {"verdicts": [{"title": t, "evidence": "e", "justification": "j", "score": v} for t, v in verdicts]}
         )
     if phase == "assess":
-        common = {"evidence": "e", "justification": "j", "relevant_steps": [1]}
-        return json.dumps({"assessments": [{"title": t, "score": v, **common} for t, v in verdicts]})
+        reasons = {"evidence": "e", "justification": "j", "relevant_steps": [1]}
+        return json.dumps({"assessments": [{"title": t, "score": v, **reasons} for t, v in verdicts]})
     return json.dumps(
         {"attributions": [{"title": t, "explanation": "x", "verdict": v, "relevant_steps": [1]} for t, v in verdicts]}
     )
