@@ -159,14 +159,21 @@ class JudgedRubric(BaseRubric):
             self.client.bind(*self._place, trainer.global_rank, trainer.world_size)
 
     def check(self) -> CallRecord | None:
-        """One cheap call: is the key right, is the model there, does it answer in JSON? None: nothing to ask yet.
+        """One cheap call to the judge and to each other member of an ensemble: is the key right, is the model there,
+        does it answer in JSON? None: nothing to ask yet.
 
         Raises:
             JudgeConfigError: no.
             TrainingStopped: a cap on spending is reached.
         """
         self.client.load()  # a model of no known provider ends here
-        return self._background().submit(ping(self.pipeline.client)).result()
+        loop = self._background()
+        record = loop.submit(ping(self.pipeline.client)).result()
+        if self.client.members:
+            for voter in self.pipeline.panel.voters:
+                if voter.client.model != self.client.model:
+                    loop.submit(ping(voter.client)).result()
+        return record
 
     def _background(self) -> BackgroundLoop:
         if self._loop is None or self._loop.closed:
