@@ -315,6 +315,7 @@ def check_scores(criteria: Sequence[Criterion], data: Any) -> tuple[tuple[Scored
         ReplyFault: wrong shape, another set or order of titles, or a score outside {-1, 0, 1}.
     """
     items = _validated(ScoreReply, data).verdicts
+    _check_titles([i.title for i in items], [c.title for c in criteria])
     for item in items:
         _check_score(item.score, item.title)
     return tuple(Scored(i.score, i.evidence, i.justification) for i in items), None
