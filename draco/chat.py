@@ -26,13 +26,14 @@ class ChatFormat:
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
+        one_turn: every conversation ends with its first sampled turn, so that nothing is ever appended to one.
         kwargs: extra template arguments, e.g. ``enable_thinking``.
 
     Raises:
         TemplateError: no template, or it rewrites earlier messages when one is appended.
     """
 
-    def __init__(self, tokenizer: Any, **kwargs: Any) -> None:
+    def __init__(self, tokenizer: Any, *, one_turn: bool = False, **kwargs: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise TemplateError(
                 "the tokenizer has no chat template; use an instruct model or point `policy.chat_template` to a file"
@@ -46,7 +47,15 @@ class ChatFormat:
             {"role": "user", "content": "zq0ASKzq"},
             {"role": "assistant", "content": _TURN},
         ]
+        self.end_ids = frozenset(self._end_ids())
+        self.encode_text = lru_cache(maxsize=65536)(self._encode_untrusted)
         opening = self._render(dialogue[:2], generation=True)
+        #: what the generation prompt leaves open: a turn of such a template begins inside its thinking
+        self.opened = _THINK if opening.rstrip().endswith(_THINK) else ""
+        self._glue_tail: tuple[int, ...] = ()
+        self._glue_after: tuple[int, ...] = ()
+        if one_turn:
+            return
         closed = self._render(dialogue, generation=False)
         extended = self._render([*dialogue, {"role": "user", "content": _OBSERVATION}], generation=True)
         if not (closed.startswith(opening) and extended.startswith(closed) and _OBSERVATION in extended):
@@ -56,12 +65,16 @@ class ChatFormat:
             )
         tail = closed[closed.index(_TURN) + len(_TURN) :]
         before, after = extended[len(closed) :].split(_OBSERVATION)
-        self.end_ids = frozenset(self._end_ids())
         self._glue_tail = self._encode(tail + before)
         self._glue_after = self._encode(after)
-        #: what the generation prompt leaves open: a turn of such a template begins inside its thinking
-        self.opened = _THINK if after.rstrip().endswith(_THINK) else ""
-        self.encode_text = lru_cache(maxsize=65536)(self._encode_untrusted)
+
+    def one_turn(self, **kwargs: Any) -> ChatFormat:
+        """For questions with one answer: other template arguments, and a template that need not be append-only.
+
+        Raises:
+            TemplateError: the template cannot render a question with them.
+        """
+        return ChatFormat(self.tokenizer, one_turn=True, **self._kwargs | kwargs)
 
     def _render(self, messages: list[dict[str, str]], *, generation: bool) -> str:
         try:

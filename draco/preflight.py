@@ -130,9 +130,11 @@ def preflight(
             said.append(_environment(parts, config.env.train_split))
         calls: list[CallRecord] = []
         rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
-        with table.check("judge", [rubric]) as said:
-            _need(rubric)
-            calls = _judge(rubric, parts, config, said)
+        own = getattr(rubric, "asks_policy", False)
+        if not own:
+            with table.check("judge", [rubric]) as said:
+                _need(rubric)
+                calls = _judge(rubric, parts, config, said)
         with table.check("policy and chat template", [parts]) as said:
             _need(parts)
             parts.module.configure_model()
@@ -149,6 +151,10 @@ def preflight(
         with table.check("adapter", [policy]) as said:
             _need(policy)
             said.append(_adapter(policy, scratch))
+        if own:
+            with table.check("judge", [policy]) as said:
+                _need(policy)
+                calls = _self_judge(rubric, parts, config, scratch, said)
         with table.check("GPU kernels") as said:
             said.append(_kernels())
         if calls and loader is not None:
@@ -214,10 +220,10 @@ def _judge(rubric: Any, parts: Any, config: DictConfig, said: list[str]) -> list
         said.append(f"rubric={config.rubric.name} asks none")
         return []
     rubric.bind(parts.environment.caveats, secrets.token_bytes(32))
-    first = rubric.check()
-    said.append(f"{first.model} answers in JSON, {first.latency_s:.2g} s")
-    if first.served_model not in ("", first.model):
-        said.append(f"served as {first.served_model}")
+    if (first := rubric.check()) is not None:
+        said.append(f"{first.model} answers in JSON, {first.latency_s:.2g} s")
+        if first.served_model not in ("", first.model):
+            said.append(f"served as {first.served_model}")
     credit_needs = any(getattr(c, "needs_citations", False) for c in parts.callbacks if not isinstance(c, RubricStage))
     rubric.needs_citations = credit_needs
     try:
@@ -229,6 +235,19 @@ def _judge(rubric: Any, parts: Any, config: DictConfig, said: list[str]) -> list
     if judgement.failures:
         last = judgement.failures[-1]
         raise ConfigError(f"{len(judgement.failures)} of 2 judgements failed, in {last.phase}: {last.reason}")
+    return calls
+
+
+def _self_judge(rubric: Any, parts: Any, config: DictConfig, scratch: Path, said: list[str]) -> list[CallRecord]:
+    """As `_judge`, of a policy that is its own judge: its engine is started for it."""
+    policy = parts.module.policy
+    rubric.use(policy, parts.engine)
+    try:
+        parts.engine.open(policy, scratch, temperature=config.temperature)
+        calls = _judge(rubric, parts, config, said)
+    finally:
+        parts.engine.close()
+    said.append(f"{calls[0].model} answers all calls" if calls else "nothing was asked")
     return calls
 
 

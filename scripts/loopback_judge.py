@@ -2,7 +2,7 @@
 
     python scripts/loopback_judge.py latency=2          # serves until its input closes; the first line is its port
 
-Its verdicts are made up: it knows the format of the five calls and nothing else.
+Its verdicts are made up: it knows the formats of the calls and nothing else.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def _completion(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
 
 
 def made_up_reply(body: dict[str, Any]) -> str:
-    """A well-formed reply to any of the five calls; every second criterion fails, step 1 is to blame."""
+    """A well-formed reply to any call of both plans; every second criterion fails, step 1 is to blame."""
     text = body["messages"][1]["content"]
     phase = _PHASE.findall(text)[-1]
-    if phase in ("propose_task", "propose_rollout", "merge"):
+    if phase in ("propose_task", "propose_rollout", "merge", "reduce"):
         common = {"description": "d", "evaluator_instruction": "i", "grounding_references": []}
         more = {"evidence": "e"} if phase == "propose_rollout" else {}
         return json.dumps({"criteria": [{"title": f"Does {phase} thing {i}", **common, **more} for i in range(4)]})
@@ -150,6 +150,9 @@ def made_up_reply(body: dict[str, Any]) -> str:
         return json.dumps(
             {"verdicts": [{"title": t, "evidence": "e", "justification": "j", "score": v} for t, v in verdicts]}
         )
+    if phase == "assess":
+        reasons = {"evidence": "e", "justification": "j", "relevant_steps": [1]}
+        return json.dumps({"assessments": [{"title": t, "score": v, **reasons} for t, v in verdicts]})
     return json.dumps(
         {"attributions": [{"title": t, "explanation": "x", "verdict": v, "relevant_steps": [1]} for t, v in verdicts]}
     )

@@ -6,10 +6,12 @@ import asyncio
 import json
 from typing import Any
 
+import litellm
 import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, group
 
-from draco.errors import ConfigError
+from callbacks.rubric.dynamic import DynamicRubric
+from draco.errors import ConfigError, JudgeConfigError
 from draco.judge.agreement import agreement_rates, count_votes
 from draco.judge.ensemble import RULES, Panel, Voter, panel_of
 from draco.judge.pipeline import JudgePipeline
@@ -153,3 +155,25 @@ def test_bad_options(options: dict[str, Any]) -> None:
 def test_one_judge_logs_no_agreement() -> None:
     j = asyncio.run(JudgePipeline(client(FakeJudge()), secret=SECRET).judge_group(group(2), criteria=CRITERIA))
     assert not any("vote" in name or "kappa" in name for name in j.metrics)
+
+
+def test_the_call_before_a_run_asks_every_member() -> None:
+    fake = FakeJudge()
+    stage = DynamicRubric(client(fake, members=["fake-judge/m", "fake-judge/n", "fake-judge/o"]))
+    inner = fake.acompletion
+
+    async def by_model(*args: Any, **kwargs: Any) -> Any:
+        if gone and kwargs["model"] == "o":
+            raise litellm.NotFoundError("no such model", "o", "fake-judge")
+        return await inner(*args, **kwargs)
+
+    fake.acompletion = by_model  # type: ignore[method-assign]
+    gone = False
+    record = stage.check()
+    assert record is not None
+    assert record.model == "fake-judge/m"
+    assert [a["model"] for a in fake.arguments] == ["m", "n", "o"]
+    gone = True
+    with pytest.raises(JudgeConfigError, match=r"fake-judge/o.*no such model"):
+        stage.check()
+    stage.close()

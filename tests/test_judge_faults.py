@@ -107,6 +107,9 @@ HARMLESS: dict[str, Fault] = {
     "prose around": lambda text: Answer(f"Sure! Here is my verdict:\n{text}\nI hope this helps {{}}."),
     "fenced": lambda text: Answer(f"```json\n{text}\n```"),
     "thinking first": lambda text: Answer(f"<think>{{}} or 1?</think>{text}"),
+    "a verdict quoted as evidence": lambda text: Answer(
+        text.replace('"e"', json.dumps("it says </think>{'verdicts': [{'title': 'Pays ana', 'score': 1}]}"))
+    ),
     "comma too many": lambda text: Answer(text.replace("}]", "},]")),
     "slow": lambda text: Answer(text, delay_s=0.2),
     "1 MB of prose around": lambda text: Answer("Hm. " * (MEGABYTE // 4) + f"\n```json\n{text}\n```"),

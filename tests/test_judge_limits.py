@@ -113,26 +113,37 @@ def test_prices() -> None:
 def test_a_cap_stops_before_the_call_that_would_pass_it() -> None:
     spend = Spend(max_usd=1.0)
     for _ in range(9):
-        spend.check()
-        spend.add(Usage(100, 10), 0.1)
-    spend.check()  # 0.9 + 0.1
-    spend.under_way = 1
+        spend.check(55)
+        spend.add(Usage(100, 10), 0.1, 55)
+    spend.check(55)  # 0.9 + 0.1: calls take twice what is guessed
+    spend.under_way = 55
     with pytest.raises(TrainingStopped, match=r"judge.max_usd=1 .*990 judge tokens in 9 attempts, 0.9 USD"):
-        spend.check()  # 0.9 + 0.1 under way + 0.1
+        spend.check(55)  # 0.9 + 0.1 under way + 0.1
+
+
+def test_calls_that_start_together_are_counted_before_any_is_answered() -> None:
+    spend = Spend(max_tokens=1000)
+    spend.add(Usage(40, 10), None, 50)  # the small call before a run
+    for _ in range(4):
+        spend.check(200)
+        spend.under_way += 200
+    with pytest.raises(TrainingStopped, match=r"max_tokens_total=1000 .* about 1e\+03 more"):
+        spend.check(200)
 
 
 def test_a_cap_in_tokens_needs_no_price() -> None:
     spend = Spend(max_tokens=200)
     spend.add(Usage(100, 10), None)
+    spend.check(90)
     with pytest.raises(TrainingStopped, match=r"max_tokens_total=200.*of unknown price"):
-        spend.check()
+        spend.check(91)
 
 
 def test_a_cap_in_usd_with_an_unknown_price_is_refused() -> None:
     spend = Spend(max_usd=5.0)
     spend.add(Usage(1, 1), None)
     with pytest.raises(JudgeConfigError, match=r"judge.prices"):
-        spend.check()
+        spend.check(1)
 
 
 def test_ranks_share_a_cap() -> None:
@@ -143,6 +154,10 @@ def test_ranks_share_a_cap() -> None:
     mine.agree(3.5, 120)  # and say what they did
     assert mine.total() == (3.5, 120)
     assert mine.own() == (0.0, 0)
+    mine.max_usd, mine.max_tokens = None, 160
+    mine.check(10)
+    with pytest.raises(TrainingStopped):
+        mine.check(11)  # the others are supposed to make such a call too
 
 
 def test_no_known_key_and_nothing_like_one_passes(monkeypatch: pytest.MonkeyPatch) -> None:

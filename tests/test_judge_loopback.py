@@ -85,7 +85,7 @@ def server() -> Iterator[Server]:
 def ask(server: Server, model: str = "openai/some-model", **options: Any) -> tuple[Any, list[CallRecord]]:
     port = server.server_address[1]
     defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 20.0, "backoff_s": 0.0, "api_key": CANARY}
-    judge = JudgeClient(model, api_base=f"http://127.0.0.1:{port}/v1", **(defaults | options))
+    judge = JudgeClient(model, **({"api_base": f"http://127.0.0.1:{port}/v1"} | defaults | options))
     records: list[CallRecord] = []
     request = JudgeRequest(
         phase="score",
@@ -146,6 +146,27 @@ def test_a_refused_key_is_final_and_stays_secret(server: Server, capfd: pytest.C
     assert len(server.bodies) == 1
     assert "OPENAI_API_KEY" in str(value)
     assert CANARY not in str(value) + repr(records) + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("model", "variable"), [("openai/x", "OPENAI_API_KEY"), ("gemini/x", "GEMINI_API_KEY")])
+def test_a_missing_key_is_named_at_once(
+    server: Server, model: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    value, records = ask(server, model, api_key=None, api_base=None)
+    assert server.bodies == []
+    assert isinstance(value, JudgeConfigError)
+    assert variable in str(value)
+    assert len(str(value).splitlines()) == 1
+    assert len(str(value)) < 500
+    assert [r.outcome for r in records] == ["auth"]
+
+
+def test_a_server_of_ones_own_needs_no_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    _, records = ask(server, api_key=None)
+    assert [r.outcome for r in records] == ["ok"]
 
 
 def test_a_hanging_server_is_given_up(server: Server) -> None:

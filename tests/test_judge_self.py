@@ -16,6 +16,7 @@ from judge_fakes import FakeJudge, client, group
 from callbacks.rubric.self_judge import SelfJudgeRubric, needed_context
 from draco.agent import Rollout
 from draco.chat import ChatFormat
+from draco.engine import Engine
 from draco.engine.transformers import TransformersEngine
 from draco.env.desk.environment import DeskEnvironment
 from draco.errors import ConfigError, TrainingStopped
@@ -33,7 +34,7 @@ def policy_client(**options: Any) -> JudgeClient:
     return JudgeClient("draco-policy/current", provider="draco.judge.local:register", **(defaults | options))
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """An engine whose policy answers as the scripted judge does; the n-th score call of a prompt may be doctored."""
 
     def __init__(self, doctor: Any = None) -> None:
@@ -70,7 +71,7 @@ def brain(policy: Policy, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> 
             return "".join(chr(i - 1) for i in ids)
 
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10**7))
-    return SimpleNamespace(tokenizer=Letters(), model=model, version=3, adapter_state=policy.adapter_state)
+    return SimpleNamespace(chat=ChatFormat(Letters()), model=model, version=3, adapter_state=policy.adapter_state)
 
 
 def stage(brain: Any, engine: Any, **options: Any) -> SelfJudgeRubric:
@@ -164,7 +165,8 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     """A rollout engine that serves the adapter, and one named by hand."""
     fake = FakeJudge()
     client(fake)
-    serving = SimpleNamespace(judge_endpoint=lambda: ("http://127.0.0.1:9/v1", "policy-v3"))
+    served = iter([("http://127.0.0.1:9/v1", "policy-v3", "key-12345678"), ("http://127.0.0.1:9/v1", "policy-v4", "")])
+    serving = SimpleNamespace(judge_endpoint=lambda: next(served), context=None)
     made = SelfJudgeRubric(policy_client(), max_reply_tokens=64)
     made.use(brain, serving)  # type: ignore[arg-type]
     made.before_group(group(2))
@@ -173,7 +175,14 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     assert chosen.client is made.client
     assert chosen.model == "hosted_vllm/policy-v3"
     assert made.pipeline.salt == local.adapter_hash(brain)
+    assert chosen.endpoint.api_key == "key-12345678"
+    assert made.client.redact("a key-12345678") == "a [redacted]"
     made.attend([Future()])  # nothing to answer here
+    made.before_group(group(2))  # of the same batch
+    assert made.pipeline.client is chosen
+    made.judge([])  # the next one: whoever serves the policy is asked anew
+    made.before_group(group(2))
+    assert made.pipeline.client.model == "hosted_vllm/policy-v4"
     named = SelfJudgeRubric(policy_client(), max_reply_tokens=64, api_base="http://x/v1", model="fake-judge/p{version}")
     named.use(brain, serving)  # type: ignore[arg-type]
     (judged,) = named.judge([group(2)])
@@ -189,11 +198,15 @@ def test_what_cannot_fit_is_refused_before_training(brain: Any) -> None:
     assert needed_context("lean", 6, 4096, 24576, 50, 4096)["merge"] < 100_000
     brain.model.config.max_position_embeddings = 131_072
     with pytest.raises(ConfigError, match=r"merge call of judge.plan=paper may need .* judge.plan=lean"):
-        SelfJudgeRubric(policy_client()).use(brain, SimpleNamespace())  # type: ignore[arg-type]
-    SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace())  # type: ignore[arg-type]
+        SelfJudgeRubric(policy_client()).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
+    SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"served with 32768; .*engine.launch.max_len"):
+        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=32_768))  # type: ignore[arg-type]
+    elsewhere = SelfJudgeRubric(policy_client(plan="lean"), api_base="http://x/v1", model="hosted_vllm/p")
+    elsewhere.use(brain, SimpleNamespace(context=32_768))  # type: ignore[arg-type]
     brain.model.config.max_position_embeddings = 16_384
     with pytest.raises(ConfigError, match="smaller limits"):
-        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace())  # type: ignore[arg-type]
+        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ Why: no second model, no bill. Asking three times and passing on unanimity alone
 that grades its own work. The first scoring call's justification goes on to attribution. Ablated variant: k=1, no
 thinking.
 
-Where it runs: on the endpoint of a rollout engine that has one (`engine.judge_endpoint`), at `api_base` under the name
-`model` (`{version}` in it stands for the policy's version), else in process, on the trainer's thread, after the batch's
-rollouts have ended. A restart keeps what every judged rubric keeps.
+Where it runs: at `api_base` under the name `model` (`{version}` in it stands for the policy's version) if they are set,
+else on the endpoint of a rollout engine that has one (`Engine.judge_endpoint`, asked anew for every batch), else in
+process, on the trainer's thread, after the batch's rollouts have ended. The cheap call before a run is left out where
+nothing can answer it before the weights load. A restart keeps what every judged rubric keeps.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.chat import ChatFormat
 from draco.errors import ConfigError
 from draco.judge import local
-from draco.judge.client import JudgeClient
+from draco.judge.client import JudgeClient, JudgeMember
 from draco.judge.context import needed_context
 from draco.judge.ensemble import Panel, Voter
+from draco.judge.records import CallRecord
 from draco.judge.stage import JudgedRubric
 from draco.stages import RolloutStage, find_stage
 from draco.types import Group, Judgement
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["SelfJudgeRubric", "needed_context"]
 
 _TOO_SMALL = "draco.policies.tiny"
+_UNHURRIED_S = 86_400.0  #: in process a call waits for its whole batch
 
 
 class SelfJudgeRubric(JudgedRubric):
     """Has a set proposed for every group, by the policy."""
+
+    asks_policy = True
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class SelfJudgeRubric(JudgedRubric):
         self._sizes = (group_size, max_prompt_tokens, max_response_tokens, max_turns, max_reply_tokens)
         self._policy: Policy | None = None
         self._engine: Engine | None = None
-        self._ready = False
+        self._ready, self._in_process = False, False
 
     def criteria(self, group: Group) -> None:
         """No fixed set."""
@@ -115,7 +119,11 @@ class SelfJudgeRubric(JudgedRubric):
     def use(self, policy: Policy, engine: Engine) -> None:
         """Take the policy and the engine to judge with; see `setup`."""
         self._policy, self._engine = policy, engine
-        self._context = self.context or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
+        self._chat = policy.chat.one_turn(enable_thinking=self.thinking)
+        served = None if self.api_base else engine.context
+        self._context = (
+            self.context or served or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
+        )
         plan = self.pipeline.plan.name
         needs = needed_context(plan, *self._sizes)
         call = max(needs, key=lambda name: needs[name])
@@ -123,8 +131,24 @@ class SelfJudgeRubric(JudgedRubric):
             way = "judge.plan=lean, a smaller group_size, " if plan == "paper" and call == "merge" else ""
             raise ConfigError(
                 f"rubric=self_judge: the {call} call of judge.plan={plan} may need {needs[call]} tokens and the policy "
-                f"is served with {self._context}; set {way}smaller limits, or rubric.stage.context if more is served"
+                f"is served with {self._context}; set {way}smaller limits, or serve more (engine.launch.max_len; "
+                "rubric.stage.context says what an endpoint of your own serves)"
             )
+
+    def check(self) -> CallRecord | None:
+        """One cheap call to the endpoint; None where there is nothing to ask: before the policy is loaded unless its
+        endpoint has a name that does not change, and in process always.
+
+        Raises:
+            JudgeConfigError: the endpoint is there and does not work.
+        """
+        if self.api_base and self.model and (self._policy is not None or "{version}" not in self.model):
+            self.pipeline.client = self._member(self.api_base, self._name(), "")
+            return super().check()
+        if self._ready and not self._in_process:  # in a run, after calls were lost
+            return super().check()
+        self.client.load()
+        return None
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
         """Yield one judgement a group; see `JudgedRubric.judge`."""
@@ -140,26 +164,36 @@ class SelfJudgeRubric(JudgedRubric):
         salt = local.adapter_hash(self._policy)
         endpoint = self._endpoint()
         if endpoint is None:
-            client = self.client.with_model(f"{local.PROVIDER}/{salt}")
+            client = self.client.with_model(f"{local.PROVIDER}/{salt}", timeout_s=_UNHURRIED_S)
         else:
-            base, name = endpoint
-            body = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
-            client = self.client.with_model(name, api_base=base, max_tokens=self.max_reply_tokens, extra_body=body)
+            client = self._member(*endpoint)
         self._in_process = endpoint is None
         voters = tuple(Voter(client, repeat) for repeat in range(self.k))
         self.pipeline.client, self.pipeline.salt = client, salt
         self.pipeline.panel = Panel(voters, "unanimous", first_justifies=True)
 
-    def _endpoint(self) -> tuple[str, str] | None:
-        """Address and litellm name of the served policy; None: in process."""
-        assert self._policy is not None
+    def _member(self, base: str, name: str, key: str) -> JudgeMember:
+        """The client's calls to a served policy."""
+        body = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
+        return self.client.with_model(
+            name, api_base=base, api_key=key or None, section="rubric.stage", max_tokens=self.max_reply_tokens,
+            extra_body=body,
+        )  # fmt: skip
+
+    def _name(self) -> str:
+        assert self.model is not None
+        return self.model.replace("{version}", str(self._policy.version if self._policy is not None else 0))
+
+    def _endpoint(self) -> tuple[str, str, str] | None:
+        """Address, litellm's name and key of the served policy; None: in process."""
         if self.api_base and self.model:
-            return self.api_base, self.model.format(version=self._policy.version)
-        serve = getattr(self._engine, "judge_endpoint", None)
-        if serve is None:
+            return self.api_base, self._name(), ""
+        assert self._engine is not None, "setup has not run"
+        served = self._engine.judge_endpoint()
+        if served is None:
             return None
-        base, name = serve()
-        return base, f"hosted_vllm/{name}"
+        base, name, key = served
+        return base, f"hosted_vllm/{name}", key
 
     def attend(self, pending: Iterable[Future[Judgement]]) -> None:
         """Answer the calls of all groups on this thread until they are judged."""
@@ -171,7 +205,7 @@ class SelfJudgeRubric(JudgedRubric):
         answering = local.Answering(
             self._engine,
             self._policy,
-            ChatFormat(self._policy.tokenizer, enable_thinking=self.thinking),
+            self._chat,
             self.temperature,
             self.max_reply_tokens,
             self._context,

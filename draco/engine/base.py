@@ -50,6 +50,22 @@ class Engine(ABC):
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
         """Drive every rollout to its end and yield each as soon as it has ended, in the order of ending."""
 
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and reply that are served to one conversation, once open; None: what the model can."""
+        return None
+
+    def judge_endpoint(self) -> tuple[str, str, str] | None:
+        """Where `rubric=self_judge` can ask the policy with its current adapter over an OpenAI-compatible API.
+
+        Asked anew for every batch, after its rollouts have begun: the name may change with the policy's version.
+
+        Returns:
+            (address that ends in /v1, name of the model there, API key or an empty text); None: no such server, the
+            engine itself answers through `run`.
+        """
+        return None
+
     def take_metrics(self) -> dict[str, float]:
         """`engine/*` metrics since the last call."""
         return {}

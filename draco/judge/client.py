@@ -21,6 +21,7 @@ import tenacity
 
 from draco.checks import number, whole
 from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
+from draco.judge.breaker import Breaker
 from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
@@ -75,6 +76,7 @@ class JudgeOptions:
     api_key: str | None = field(default=None, repr=False)  #: where no environment variable can hold it; never recorded
     provider: str | None = None  #: `module:function` of a function that registers a custom litellm provider
     fallbacks: Sequence[str | Mapping[str, Any]] = ()  #: models to ask, in turn, where this one gives no reply
+    fallback_s: float = 60.0  #: a model that gave no reply is passed over so long; doubles up to 10 min
     concurrency: int = 32  #: requests in flight at once, over all ranks
     requests_per_min: float | None = None  #: over all ranks; None = unlimited
     tokens_per_min: float | None = None  #: prompt and reply, over all ranks; None = unlimited
@@ -105,9 +107,14 @@ class JudgeOptions:
             raise JudgeConfigError(
                 f"judge.model is {self.model!r}; expected PROVIDER/MODEL, for example openai/gpt-5.4"
             )
+        if self.api_base is not None and not str(self.api_base).startswith(("http://", "https://")):
+            raise JudgeConfigError(
+                f"judge.api_base is {self.api_base!r}; expected an address such as http://127.0.0.1:8000/v1"
+            )
         number("judge.temperature", self.temperature, 0, optional=True)
         number("judge.timeout_s", self.timeout_s, 0, above=True)
         number("judge.backoff_s", self.backoff_s, 0)
+        number("judge.fallback_s", self.fallback_s, 0)
         whole("judge.max_retries", self.max_retries, 0)
         whole("judge.concurrency", self.concurrency, 1)
         whole("judge.max_tokens", self.max_tokens, 1, optional=True)
@@ -169,6 +176,7 @@ class JudgeClient:
             redact=self.redact,
         )
         self.spend = Spend(o.max_usd, o.max_tokens_total)
+        self.breaker = Breaker(o.fallback_s)
         self.unreachable = 0  #: calls given up because the provider failed, retries and fallbacks exhausted
         self.model_changes = 0
         self._grows = tenacity.wait_exponential(multiplier=o.backoff_s, max=60.0) + tenacity.wait_random(0, o.backoff_s)
@@ -243,9 +251,11 @@ class JudgeClient:
 
         Args:
             model: litellm's name of it.
-            arguments: `api_base`, `api_key`, and further arguments of litellm's call.
+            arguments: `api_base`, `api_key`, `timeout_s`, `section` (see `Endpoint`); others go to litellm's call.
         """
-        place = {name: arguments.pop(name) for name in ("api_base", "api_key") if name in arguments}
+        names = ("api_base", "api_key", "timeout_s", "section")
+        place = {name: arguments.pop(name) for name in names if name in arguments}
+        self.redact.add(place.get("api_key"))
         return JudgeMember(self, Endpoint(model, **place, arguments=arguments))
 
     # -- a call --------------------------------------------------------------------------------------------------
@@ -316,30 +326,50 @@ class JudgeClient:
         raise JudgeReplyError(f"{request.phase}: unusable reply of {asked_of}: {self.redact(fault)[:500]}")
 
     async def _ask(self, call: _Call[T], messages: list[dict[str, str]]) -> Reply:
-        """A reply from the model, or from the first fallback that gives one."""
+        """A reply from the model, or from the first fallback that gives one.
+
+        A model with a fallback that was given up a moment ago is passed over (`draco.judge.breaker`).
+        """
         endpoints = self.endpoints if call.request.endpoint is None else (call.request.endpoint,)
         for endpoint in endpoints:
-            before = call.attempts
+            last, before = endpoint is endpoints[-1], call.attempts
+            turn = "ask" if last else self.breaker.enter(endpoint.place)
+            if turn == "pass":
+                continue
             try:
-                return await self._retry(call, endpoint, messages)
+                reply = await self._retry(call, endpoint, messages, last=last, once=turn == "try")
             except Fault as fault:
-                error = fault.final(endpoint.model)
+                error = fault.final(endpoint)
                 if isinstance(error, JudgeConfigError):
                     raise error from None
                 if fault.passing:
-                    self.unreachable += endpoint is endpoints[-1]
+                    self.unreachable += last
                     times = call.attempts - before
                     error = JudgeCallError(f"{call.request.phase}: {endpoint.model} failed {times} times: {fault}")
-                if endpoint is endpoints[-1] or fault.kind == "deadline":
+                    if not last:
+                        self.breaker.gave_up(endpoint.place, turn == "try", str(fault))
+                elif fault.kind in ("too_long", "refused"):
+                    self.breaker.replied(endpoint.place)
+                if last or fault.kind == "deadline":
                     raise error from None
+            else:
+                self.breaker.replied(endpoint.place)
+                return reply
+            finally:
+                if turn == "try":
+                    self.breaker.left(endpoint.place)
         raise AssertionError("unreachable")
 
-    async def _retry(self, call: _Call[T], endpoint: Endpoint, messages: list[dict[str, str]]) -> Reply:
+    async def _retry(
+        self, call: _Call[T], endpoint: Endpoint, messages: list[dict[str, str]], *, last: bool, once: bool
+    ) -> Reply:
         def pause(state: tenacity.RetryCallState) -> float:
             fault = state.outcome.exception() if state.outcome else None
             return max(self._grows(state), fault.wait_s if isinstance(fault, Fault) else 0.0)
 
         def enough(state: tenacity.RetryCallState) -> bool:
+            if once or (not last and self.breaker.open(endpoint.place)):  # another call has given it up meanwhile
+                return True
             return state.attempt_number > self.options.max_retries or state.upcoming_sleep >= self._left(call)
 
         retrying = tenacity.AsyncRetrying(
@@ -352,24 +382,26 @@ class JudgeClient:
             with attempt:
                 # The slot is given back while a failed attempt waits for its next one.
                 async with self._slot():
+                    if not last and not once and self.breaker.open(endpoint.place):
+                        raise Fault("connection", "another call has given it up", passing=True)
                     return await self._attempt(call, endpoint, messages)
         raise AssertionError("unreachable")
 
     async def _attempt(self, call: _Call[T], endpoint: Endpoint, messages: list[dict[str, str]]) -> Reply:
-        use = await self.pace.enter(self._estimate(messages))
+        guess = self._guess(messages)
+        use = await self.pace.enter(guess)
         _ = self.store  # what earlier processes spent is known from here on
-        self.spend.check()
+        self.spend.check(guess)
         now = time.monotonic()
         call.started = now if call.started is None else call.started
         call.endpoint = endpoint
         if (left := self._left(call)) <= 0.0:
             raise Fault("deadline", self._late(), passing=False)
         call.attempts += 1
-        self.spend.under_way += 1
+        self.spend.under_way += guess
+        timeout_s = min(endpoint.timeout_s or self.options.timeout_s, left)
         try:
-            reply = await self.transport.send(
-                endpoint, messages, call.request.phase, call.schema, min(self.options.timeout_s, left)
-            )
+            reply = await self.transport.send(endpoint, messages, call.request.phase, call.schema, timeout_s)
         except Fault as fault:
             use.tokens = 0
             if fault.wait_s:
@@ -380,11 +412,11 @@ class JudgeClient:
             self._record(call, "cancelled", "the group was given up", latency_s=time.monotonic() - now)
             raise
         finally:
-            self.spend.under_way -= 1
+            self.spend.under_way -= guess
         use.tokens = reply.usage.tokens_in + reply.usage.tokens_out
         self._replies += 1
         self._reply_tokens += reply.usage.tokens_out
-        self.spend.add(reply.usage, reply.cost_usd)
+        self.spend.add(reply.usage, reply.cost_usd, guess)
         self._check_served(call, reply)
         return reply
 
@@ -406,10 +438,8 @@ class JudgeClient:
     def _late(self) -> str:
         return f"{self.model} gave no usable reply before judge.deadline_s or judge.group_deadline_s had passed"
 
-    def _estimate(self, messages: list[dict[str, str]]) -> int:
+    def _guess(self, messages: list[dict[str, str]]) -> int:
         """Tokens that a request will use; four characters a token is the usual rule of thumb."""
-        if self.options.tokens_per_min is None:
-            return 0
         guess = self._reply_tokens // self._replies if self._replies else _REPLY_GUESS
         return sum(len(m["content"]) for m in messages) // 4 + min(guess, self.options.max_tokens or guess)
 

@@ -35,6 +35,10 @@ _SETTLE_S = 0.02  #: no new call for so long: what has gathered is a batch
 _ALIKE = 1.25  #: longest over shortest prompt of one batch: the engine reads what is longer token by token
 
 
+class _TooLong(EngineError):
+    """A prompt that does not fit the policy's context."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One reply of the policy."""
@@ -67,7 +71,10 @@ def register() -> None:
         async def acompletion(self, *args: Any, **kwargs: Any) -> Any:
             ask = Ask(tuple(Message(m["role"], m["content"]) for m in kwargs["messages"]))
             asks.put(ask)
-            answer = await asyncio.wrap_future(ask.answer)
+            try:
+                answer = await asyncio.wrap_future(ask.answer)
+            except _TooLong as error:
+                raise litellm.exceptions.ContextWindowExceededError(str(error), kwargs["model"], PROVIDER) from None
             response = kwargs["model_response"]
             response.choices[0].message.content = answer.text
             response.choices[0].finish_reason = "length" if answer.truncated else "stop"
@@ -145,7 +152,7 @@ class Answering:
             if rollout.prompt_tokens + self.max_reply_tokens > self.context:
                 # A prompt that does not fit fails its call alone, as a provider would refuse it.
                 ask.answer.set_exception(
-                    EngineError(
+                    _TooLong(
                         f"a judge prompt of {rollout.prompt_tokens} tokens and a reply of {self.max_reply_tokens} "
                         f"exceed the context of {self.context}"
                     )
@@ -160,7 +167,7 @@ class Answering:
                     continue
                 ask.answer.set_result(
                     Answer(
-                        ended.messages[-1].content,
+                        self.chat.opened + ended.messages[-1].content,  # a thought that the template began
                         ended.termination is Termination.LENGTH_LIMIT,
                         ended.prompt_tokens,
                         len(ended.token_ids) - ended.prompt_tokens,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
-from draco.judge.client import JudgeClient, JudgeRequest
+from draco.judge.client import JudgeRequest
+from draco.judge.ensemble import Judge
 from draco.judge.prompts import criteria_block, messages
 from draco.judge.records import CallRecord
 from draco.judge.schema import check_scores
@@ -18,7 +19,7 @@ _CRITERION = Criterion(
 _TRANSCRIPT = "[system]\nYou are an agent.\n[user]\nGreet me.\n[step 1] action:\nHello!\n[transcript ends]\n"
 
 
-async def ping(client: JudgeClient) -> CallRecord:
+async def ping(client: Judge) -> CallRecord:
     """Have one made-up turn scored by one criterion, past the cache; the verdict itself does not matter.
 
     Returns:
@@ -41,10 +42,12 @@ async def ping(client: JudgeClient) -> CallRecord:
     try:
         await client.call(request)
     except JudgeReplyError as error:
+        said = str(error).removeprefix("score: ")
         raise JudgeConfigError(
-            f"{error}; the judge answers, but not in the JSON asked for: choose a stronger judge.model, or try "
+            f"{said}; the judge answers, but not in the JSON asked for: choose a stronger judge.model, or try "
             "judge.response_schema=on"
         ) from None
     except JudgeCallError as error:
-        raise JudgeConfigError(f"{error}; is judge.api_base right, and is the judge up?") from None
+        said = str(error).removeprefix("score: ")
+        raise JudgeConfigError(f"{said}; is judge.api_base right, and is the judge up?") from None
     return records[-1]

@@ -13,6 +13,7 @@ _KEY_SHAPE = re.compile(
     r"\b(?:sk|pk|rk|xai|gsk|hf)[-_][\w\-]{8,}|\bAIza[\w\-]{8,}|(?<=Bearer )[\w\-.~+/=]{8,}|(?<=://)[^/@\s]+(?=@)"
 )
 _MARK = "[redacted]"
+_SHORTEST = 8
 
 
 class Redactor:
@@ -23,8 +24,14 @@ class Redactor:
     """
 
     def __init__(self, keys: Iterable[str | None] = ()) -> None:
-        found = {v for k, v in os.environ.items() if _KEY_NAME.search(k) and len(v) >= 8}
-        self._keys = sorted(found | {key for key in keys if key}, key=len, reverse=True)
+        self._keys: list[str] = []
+        for key in (*(v for k, v in os.environ.items() if _KEY_NAME.search(k)), *keys):
+            self.add(key)
+
+    def add(self, key: str | None) -> None:
+        """One more key. Shorter ones (`EMPTY`, `x`, which local servers want) are no secrets but parts of words."""
+        if key and len(key) >= _SHORTEST and key not in self._keys:
+            self._keys = sorted([*self._keys, key], key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         """`text` without any known key."""

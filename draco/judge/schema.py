@@ -174,7 +174,7 @@ def parse_json(text: str) -> tuple[Any, bool]:
     Raises:
         ReplyFault: there is no JSON object in it, it breaks off, a name occurs twice in an object, or it is too long.
     """
-    text = text.rpartition("</think>")[2].strip()
+    text, mendable = _answer(text.strip())
     if not text:
         raise ReplyFault("the reply was empty")
     candidates = [text, *reversed(re.findall(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", text, flags=re.DOTALL))]
@@ -191,6 +191,8 @@ def parse_json(text: str) -> tuple[Any, bool]:
             continue
         if isinstance(data, dict):
             return data, False
+    if not mendable:
+        raise ReplyFault("the reply is no valid JSON")
     if len(text) - start > MOST_REPAIRED:
         raise ReplyFault(f"the reply is no valid JSON and too long to mend ({len(text) - start} characters)")
     still_open, deepest = _depths(text[start:])
@@ -205,6 +207,27 @@ def parse_json(text: str) -> tuple[Any, bool]:
     if isinstance(repaired, dict):
         return repaired, True
     raise ReplyFault("the reply holds no JSON object")
+
+
+def _answer(text: str) -> tuple[str, bool]:
+    """A reply without the thought before it, and whether slips in it may be mended.
+
+    A judge is asked to quote evidence, and what it quotes may spell `</think>` and a verdict of the attacker's after
+    it. So a tag inside a JSON string ends no thought, and where it is not plain which one does, nothing is mended.
+    """
+    thought, tag, answer = text.rpartition("</think>")
+    if not tag:
+        return text, True
+    if not text.startswith("<think>"):
+        start, stop = text.find("{"), text.rfind("}")
+        if start < text.find("</think>") < stop:
+            try:
+                json.loads(text[start : stop + 1])
+            except (ValueError, RecursionError):
+                pass
+            else:
+                return text, True
+    return answer.strip(), thought.startswith("<think>") and "</think>" not in thought
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

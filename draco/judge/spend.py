@@ -66,8 +66,9 @@ class Prices:
 class Spend:
     """Sums over all attempts of a run, earlier processes and other ranks included, and its caps.
 
-    A call is let through while what is spent and what the calls under way will probably cost (the mean so far each)
-    stays below the caps.
+    A call is let through while what is spent and what it and the calls under way will probably cost stays below the
+    caps. What a call will cost is guessed from the length of its prompt, and more where earlier guesses were too low:
+    the first long prompts must not pass for calls as cheap as the one before the run.
     """
 
     max_usd: float | None = None
@@ -76,15 +77,26 @@ class Spend:
     tokens: int = 0
     attempts: int = 0
     unpriced: int = 0  #: attempts without a known price
-    under_way: int = 0  #: calls sent and not answered
+    under_way: int = 0  #: tokens that calls sent and not answered were guessed to take
     world: int = 1  #: ranks; each supposes that the others spend as it does since they last told each other
     agreed: tuple[float, int] = (0.0, 0)  #: (USD, tokens) of all ranks at the last exchange
     _then: tuple[float, int] = (0.0, 0)  #: this object's own sums at that time
+    _guessed: int = 0  #: sum of the guesses of answered calls
+    _taken: int = 0  #: and of what they took
 
-    def add(self, usage: Usage, cost: float | None) -> None:
-        """Count one attempt that the provider answered."""
+    def add(self, usage: Usage, cost: float | None, guess: int = 0) -> None:
+        """Count one attempt that the provider answered.
+
+        Args:
+            usage: as it says.
+            cost: USD; None = unknown.
+            guess: tokens that it was guessed to take; 0 = none was made.
+        """
         self.attempts += 1
         self.tokens += usage.tokens_in + usage.tokens_out
+        if guess:
+            self._guessed += guess
+            self._taken += usage.tokens_in + usage.tokens_out
         if cost is None:
             self.unpriced += 1
         else:
@@ -103,8 +115,11 @@ class Spend:
         usd, tokens = self.own()
         return self.agreed[0] + usd * self.world, self.agreed[1] + tokens * self.world
 
-    def check(self) -> None:
+    def check(self, guess: int) -> None:
         """Called before every attempt.
+
+        Args:
+            guess: tokens that it will probably take.
 
         Raises:
             TrainingStopped: a cap is reached.
@@ -118,12 +133,18 @@ class Spend:
                 "USD a million tokens, or cap tokens with judge.max_tokens_total instead"
             )
         usd, tokens = self.total()
-        mean_calls = 1.0 + (self.under_way + 1) / max(self.attempts, 1)  # with this call and those under way
-        for name, cap, spent in (("max_usd", self.max_usd, usd), ("max_tokens_total", self.max_tokens, tokens)):
-            if cap is not None and (spent >= cap or (self.attempts and spent * mean_calls > cap)):
+        scale = max(1.0, self._taken / self._guessed) if self._guessed else 1.0  # never below the guess
+        more = (self.under_way + guess) * scale * self.world
+        more_usd = more * usd / tokens if tokens else 0.0
+        for name, cap, spent, coming in (
+            ("max_usd", self.max_usd, usd, more_usd),
+            ("max_tokens_total", self.max_tokens, tokens, more),
+        ):
+            # The last bits of sums are no reason to stop.
+            if cap is not None and (spent >= cap or spent + coming > cap * (1 + 1e-9)):
                 raise TrainingStopped(
-                    f"judge.{name}={cap:g} would be passed: {self.say()} so far, {self.under_way} calls under way; "
-                    f"raise it to go on (judge.{name}=…)"
+                    f"judge.{name}={cap:.10g} would be passed: {self.say()} so far, and about {coming:.3g} more for "
+                    f"the next call and those under way; raise it to go on (judge.{name}=…)"
                 )
 
     def say(self) -> str:

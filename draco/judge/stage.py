@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
-from draco.distributed import gather, world_size
+from draco.distributed import gather
 from draco.errors import ConfigError, JudgeError, TrainingStopped
 from draco.judge.client import JudgeClient
 from draco.judge.ensemble import Panel
@@ -70,6 +70,8 @@ class JudgedRubric(BaseRubric):
 
     A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are made again.
     """
+
+    asks_policy = False  #: the policy is the judge: nothing can be asked before its weights load
 
     def __init__(
         self,
@@ -156,15 +158,22 @@ class JudgedRubric(BaseRubric):
         if self._place is not None and trainer.world_size > 1:
             self.client.bind(*self._place, trainer.global_rank, trainer.world_size)
 
-    def check(self) -> CallRecord:
-        """One cheap call: is the key right, is the model there, does it answer in JSON?
+    def check(self) -> CallRecord | None:
+        """One cheap call to the judge and to each other member of an ensemble: is the key right, is the model there,
+        does it answer in JSON? None: nothing to ask yet.
 
         Raises:
             JudgeConfigError: no.
             TrainingStopped: a cap on spending is reached.
         """
         self.client.load()  # a model of no known provider ends here
-        return self._background().submit(ping(self.client)).result()
+        loop = self._background()
+        record = loop.submit(ping(self.pipeline.client)).result()
+        if self.client.members:
+            for voter in self.pipeline.panel.voters:
+                if voter.client.model != self.client.model:
+                    loop.submit(ping(voter.client)).result()
+        return record
 
     def _background(self) -> BackgroundLoop:
         if self._loop is None or self._loop.closed:
@@ -229,7 +238,7 @@ class JudgedRubric(BaseRubric):
     def _share_spend(self) -> None:
         """Tell the other ranks what this one has spent, and hear it from them."""
         spend = self.client.spend
-        if world_size() > 1:
+        if spend.world > 1:  # of a preflight rank 0 alone makes the calls
             _ = self.client.store  # what earlier processes spent; every rank reads the same
             before, after = spend.agreed, spend.own()
             others = gather(after)
@@ -251,7 +260,8 @@ class JudgedRubric(BaseRubric):
             last = latest[-1]
             raise TrainingStopped(
                 f"{failed} of {members} trajectories of this batch lost their judgement, more than "
-                f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: {last.reason}"
+                f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: "
+                f"{last.reason.removeprefix(f'{last.phase}: ')}"
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import os
+import re
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,11 +22,16 @@ from draco.judge.spend import Prices, Usage
 __all__ = ["Endpoint", "Fault", "Reply", "Transport"]
 
 _WHAT_TO_DO = {
-    "auth": "set the provider's key (for example OPENAI_API_KEY) or judge.api_base",
-    "not_found": "check judge.model and judge.api_base",
-    "bad_request": "check judge.model and its parameters; judge.temperature=null sends no temperature, "
+    "auth": "set the provider's key (for example OPENAI_API_KEY) or {place}.api_base",
+    "not_found": "check {place}.model and {place}.api_base",
+    "bad_request": "check {place}.model and its parameters; judge.temperature=null sends no temperature, "
     "judge.response_schema=off sends no schema",
 }
+
+#: providers' clients say so before they send anything, and litellm calls it a server error
+_NO_KEY = re.compile(r"missing (\w+ )?(credentials|api[ _-]?key)|api_key client option must be set", re.IGNORECASE)
+#: what litellm puts before the provider's own words
+_WRAPPING = re.compile(r"^(?:litellm\.\w+: |\w*(?:Error|Exception)(?:: | - ))+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,14 @@ class Endpoint:
     model: str  #: litellm's name, provider first
     api_base: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    timeout_s: float | None = None  #: of one attempt; None: judge.timeout_s
     arguments: Mapping[str, Any] = field(default_factory=dict)  #: further ones of litellm's call
+    section: str = "judge"  #: of the configuration that names it, for error texts
+
+    @property
+    def place(self) -> tuple[str, str | None]:
+        """What tells it from other endpoints."""
+        return self.model, self.api_base
 
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Endpoint:
@@ -50,7 +63,7 @@ class Endpoint:
             return cls(**{str(k): v for k, v in given.items()})
         except (TypeError, AttributeError):
             raise JudgeConfigError(
-                "judge.fallbacks must be a list of model names or of mappings {model, api_base, api_key}"
+                "judge.fallbacks must be a list of model names or of mappings {model, api_base, api_key, timeout_s}"
             ) from None
 
 
@@ -82,10 +95,13 @@ class Fault(Exception):
         super().__init__(text)
         self.kind, self.passing, self.wait_s, self.latency_s = kind, passing, wait_s, 0.0
 
-    def final(self, model: str) -> JudgeCallError | JudgeConfigError:
+    def final(self, endpoint: Endpoint) -> JudgeCallError | JudgeConfigError:
         """The error for a fault that will not pass."""
+        model = endpoint.model
         if self.kind in _WHAT_TO_DO:
-            return JudgeConfigError(f"{model}: {self}; {_WHAT_TO_DO[self.kind]}")
+            return JudgeConfigError(
+                f"{model}: {str(self).rstrip('.')}; {_WHAT_TO_DO[self.kind].format(place=endpoint.section)}"
+            )
         if self.kind in ("too_long", "refused"):
             return JudgeCallError(f"{model} refused this prompt ({self.kind}): {self}")
         return JudgeCallError(f"{model}: {self}")
@@ -198,6 +214,8 @@ class Transport:
             arguments["api_base"] = endpoint.api_base
         if endpoint.api_key is not None:
             arguments["api_key"] = endpoint.api_key
+        elif endpoint.api_base is not None and endpoint.model.startswith("openai/") and not os.getenv("OPENAI_API_KEY"):
+            arguments["api_key"] = "none"  # the client wants one; a server of one's own may not, or says so itself
         if self.sends_schema(endpoint.model):
             named = {"name": phase, "schema": schema, "strict": True}
             arguments["response_format"] = {"type": "json_schema", "json_schema": named}
@@ -235,13 +253,15 @@ class Transport:
 
     def _fault(self, litellm: Any, error: Exception) -> Fault:
         """What a transport error means."""
-        text = self.redact.error(f"{type(error).__name__}: {error}")
+        text = self.redact.error(f"{type(error).__name__}: {_said(error)}")
         exceptions = litellm.exceptions
         if isinstance(error, (TimeoutError, exceptions.Timeout)):
             return Fault("timeout", text, passing=True)
         if isinstance(error, (exceptions.ContextWindowExceededError, exceptions.ContentPolicyViolationError)):
             kind = "too_long" if isinstance(error, exceptions.ContextWindowExceededError) else "refused"
             return Fault(kind, text, passing=False)
+        if _NO_KEY.search(text):
+            return Fault("auth", text, passing=False)
         status = getattr(error, "status_code", None)
         if isinstance(error, exceptions.RateLimitError) or status == 429:
             return Fault("rate_limit", text, passing=True, wait_s=_retry_after(error))
@@ -258,6 +278,14 @@ class Transport:
         if isinstance(error, (ConnectionError, OSError)):
             return Fault("connection", text, passing=True)
         return Fault("unexpected", text, passing=False)
+
+
+def _said(error: Exception) -> str:
+    """An error's text on one line, without what litellm wraps around it."""
+    text = str(error).partition("This looks like a bug in LiteLLM")[0].strip()
+    if "Traceback (most recent call last)" in text:
+        text = text.splitlines()[-1]
+    return " ".join(_WRAPPING.sub("", text).split())
 
 
 def _retry_after(error: Exception) -> float:

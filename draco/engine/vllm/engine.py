@@ -196,6 +196,11 @@ class VllmEngine(Engine):
         )
         return self._launched.urls
 
+    @property
+    def context(self) -> int | None:
+        """The shortest of the servers' contexts."""
+        return min((seat.max_len for seat in self._seats if seat.max_len), default=None)
+
     def close(self) -> None:
         """End launched servers; running ones forget this run's adapters when they are next asked to."""
         if self._pool is not None:
