@@ -152,7 +152,8 @@ def test_memory_is_within_a_tenth_of_what_is_tracked(name: str, checkpointing: b
 
     def step() -> None:
         weight, bias = output_head(model)
-        hidden = hidden_states(model, ids, **packed_inputs(model, (tokens // 2, tokens // 2), ids.device)).flatten(0, 1)[:-1]
+        inputs = packed_inputs(model, (tokens // 2, tokens // 2), ids.device)
+        hidden = hidden_states(model, ids, **inputs).flatten(0, 1)[:-1]
         logprobs, _ = step_logprobs(hidden, weight, targets, bias=bias)
         del hidden
         logprobs.sum().backward()
