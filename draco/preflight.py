@@ -192,6 +192,7 @@ def _folder(run: Path, scratch: Path, *, fresh: bool) -> str:
 
 def _environment(parts: Any, split: str) -> str:
     environment, evaluator = parts.environment, parts.evaluator
+    environment.check()
     task = environment.tasks(split)[0]
     episode = environment.open(task, seed=0)
     try:

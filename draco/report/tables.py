@@ -219,6 +219,7 @@ def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
                 (model, split, *means, cost.mean if cost else None, cost.mean / tasks if cost and tasks else None)
             )
     notes = ["The cost is that of one run of every task, at the prices that the evaluation was given."]
+    notes += _scaffolds(runs)
     if any(row[5] is None for row in rows):
         notes.append("No cost: the evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
     if not any(not r.trained for r in runs):
@@ -283,7 +284,13 @@ def _counts(runs: Sequence[Run]) -> list[str]:
             text += f", {faults} faulted rollouts (failed)" if faults else ""
             text += f", {unknown} rollouts whose evaluator failed (left out)" if unknown else ""
             counted.append(text + ".")
-    return counted
+    return [*counted, *_scaffolds(runs)]
+
+
+def _scaffolds(runs: Sequence[Run]) -> list[str]:
+    """Which agents played, where the evaluations say."""
+    named = sorted({str(e.content["scaffold"]) for r in runs for e in r.evaluations if e.content.get("scaffold")})
+    return [f"Agent that ran: {name}." for name in named]
 
 
 def _gaps(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:
