@@ -189,6 +189,8 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
         concurrency=int(given.get("concurrency", 16)),
     )
 
+    agent.check()
+
     def usage_of(trajectory: Trajectory) -> Usage:
         return priced(agent.usage_of(trajectory), prices)
 
@@ -206,6 +208,7 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
                     "records": [r.as_dict() for r in records],
                 }
         finally:
+            agent.close()
             environment.close()
             if evaluator is not None:
                 evaluator.close()

@@ -487,6 +487,8 @@ def test_any_model_behind_an_api_plays_on_the_same_harness(
     opened: list[str] = []
 
     def agent(n: int, body: dict[str, Any]) -> tuple[int, str]:
+        if len(body["messages"]) == 1:
+            return 200, "ready"
         opened.append(body["messages"][0]["content"])
         asked = body["messages"][1]["content"].split("Task: ")[1]
         who = body["messages"][1]["content"].split("supervisor, ")[1].split(" (")[0]
@@ -504,6 +506,7 @@ def test_any_model_behind_an_api_plays_on_the_same_harness(
         f"out={tmp_path}", "prices=2,0.5,8",
     ])  # fmt: skip
     found = json.loads((tmp_path / "test_normal-api-n1.json").read_text())
+    assert [r["error"] for r in found["records"]] == [""] * 9
     assert (found["agent"], found["quarantined"], found["unevaluated"]) == ("openai/gpt-4o-mini", 0, 0)
     assert (found["tgc"], found["sgc"]) == (pytest.approx(8 / 9), pytest.approx(2 / 3))
     assert found["terminations"] == {"submitted": 1.0}
