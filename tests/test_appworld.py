@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -291,6 +293,12 @@ def routes(full: str) -> dict[str, str]:
         "import": f"print(__import__('pathlib').Path('{truth}/answer.json').read_text())",
         "builtins": f"import builtins\nprint(builtins.open('{truth}/answer.json').read())",
         "module": f"import uuid\nprint(uuid.os.listdir('{truth}'))",
+        "own_root": "print(open('data/tasks/mini1aa_1/ground_truth/answer.json').read())",
+        "proc_root": f"print(open('/proc/self/root{truth}/answer.json').read())",
+        "solutions": f"print(open('{mini.__file__}').read())",
+        "search": "import gc\nprint([o for o in gc.get_objects() if type(o).__name__ == 'GroundTruth'])",
+        "frames": "import sys\nf = sys._getframe()\nwhile f:\n    if 'world' in f.f_locals: print(f.f_locals['world'].task.ground_truth)\n    f = f.f_back",
+        "api_admin": "print(apis.admin.show_main_users())",
         "admin": "print(requester.request('admin', 'show_main_users'))",
         "neighbour": "import os\nprint('neighbours', os.listdir('..') and [open(p).read() for p in os.listdir('.')])",
     }
@@ -318,6 +326,46 @@ def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldE
         assert any(word in shown for word in ("descriptor -1", "ptrace -1", "Execution successful", "[]")) or (
             "not permitted" in shown or "denied" in shown
         ), shown
+
+
+def test_what_a_format_string_reaches_is_no_answer(environment: AppWorldEnvironment) -> None:
+    """It passes the guard, which reads code and no strings; what it can show is the process, which holds no answers."""
+    program = "print('{0.__class__.__init__.__globals__}'.format(apis))\nprint('{0.__class__.__dict__}'.format(print))"
+    seen, _ = run(environment, TASKS[0], program)
+    for canary in ("no_op_fail", "def evaluate", "test_data", "ground_truth_answer", FULL):
+        assert canary not in seen[0]
+
+
+def test_the_root_of_the_rollouts_holds_no_ground_truth() -> None:
+    """By name, by content, and by inode: the roots share files as hard links."""
+    hidden = [p for p in Path(FULL).rglob("ground_truth/*") if p.is_file()]
+    assert len(hidden) == 9 * 9  # nothing to find would prove nothing
+    shown = [p for p in (Path(DATA) / "rollout").rglob("*") if p.is_file()]
+    assert not {p.name for p in shown} & ({p.name for p in hidden} | {"ground_truth"})
+    assert not {p.stat().st_ino for p in shown} & {p.stat().st_ino for p in hidden}
+    digests = {hashlib.sha256(p.read_bytes()).digest() for p in hidden if len(p.read_bytes()) > 8}
+    assert not digests & {hashlib.sha256(p.read_bytes()).digest() for p in shown}
+    index = json.loads((Path(DATA) / "rollout" / "data" / "draco_tasks.json").read_text())
+    assert {frozenset(entry) for entry in index.values()} == {frozenset({"difficulty"})}
+
+
+def test_data_that_episodes_could_read_around_is_refused(tmp_path: Path) -> None:
+    """Both roots inside a folder that Python loads from: the answers would lie open beside the blind root."""
+    prefix = Path(PYTHON).absolute().parents[1]
+    inner = prefix / f"draco-test-{os.getpid()}"
+    inner.symlink_to(tmp_path)
+    shutil.copytree(DATA, tmp_path / "aw", copy_function=os.link)
+    environment = AppWorldEnvironment(PYTHON, str(tmp_path / "aw"))
+    environment.check()  # a link from there to elsewhere opens nothing
+    environment.close()
+    inner.unlink()
+    try:
+        shutil.copytree(DATA, inner / "aw")
+        environment = AppWorldEnvironment(PYTHON, str(inner / "aw"))
+        with pytest.raises(ConfigError, match=r"lies in .*, which episodes read; move the data"):
+            environment.check()
+    finally:
+        shutil.rmtree(inner, ignore_errors=True)
 
 
 def test_the_evaluator_is_another_process_that_the_rollouts_cannot_see(
