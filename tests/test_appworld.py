@@ -239,6 +239,10 @@ def test_without_the_guard_trouble_stays_in_its_episode(
             hostile = asyncio.create_task(bad.act([HOSTILE[name]]))
             await good.act(["print(x)"])
             reply = await hostile
+            slot = bad._slot
+            assert slot is not None
+            pid = (await slot.server.request("ping"))["pids"][slot.experiment]
+            assert Path(f"/proc/{pid}").exists() is not reply.done  # what passed its deadline runs no more
             state = await bad.finish()
             seen = (await good.act([GOLD[TASKS[0]]])).observations
             return (reply, state), (list(seen), await good.finish())
