@@ -421,10 +421,13 @@ def judged(n: int, body: dict[str, Any]) -> tuple[int, str]:
     if phase == "propose_rollout":
         return 200, json.dumps({"criteria": []})
     score = 1 if "def solution" in text else -1
+    title = next(
+        known for known in (row["title"], "Says hello first") if known in text
+    )  # the second: draco's own check
     if phase == "score":
-        verdict = {"title": row["title"], "evidence": "e", "justification": "j", "score": score}
+        verdict = {"title": title, "evidence": "e", "justification": "j", "score": score}
         return 200, json.dumps({"verdicts": [verdict]})
-    given = {"title": row["title"], "explanation": "x", "verdict": score, "relevant_steps": [2]}
+    given = {"title": title, "explanation": "x", "verdict": score, "relevant_steps": [2]}
     return 200, json.dumps({"attributions": [given]})
 
 
