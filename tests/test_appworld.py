@@ -481,7 +481,7 @@ def test_a_training_step_leaves_trajectories_verdicts_citations_credits_and_an_a
     for call in calls:  # the environment's caveats reach every judge prompt
         assert "does not end the episode" in " ".join(content for _, content in call["messages"]), call["phase"]
     assert replay.main([str(run_folder)]) == 0  # rewards and credits follow from the archive, to the bit
-    success = list(csv.DictReader((run_folder / "train_success.csv").open()))
+    success = list(csv.DictReader((run_folder / "train_success.csv").read_text().splitlines()))
     assert Counter((row["sample"], row["success"]) for row in success) == {("0", "1"): 5, ("1", "0"): 5}
     assert "sk-canary" not in "".join(f.read_text() for f in run_folder.glob("*.*") if f.suffix != ".html")
 
