@@ -257,16 +257,14 @@ def show_spread(result: dict[str, Any], console: Console) -> None:
 
     names = ", ".join(result["checkpoints"])
     table = Table(title=f"{result['split']}, mean ± std over {len(result['checkpoints'])} checkpoints ({names})")
-    columns = [
-        *(f"pass^{k}" for k in range(1, result["n"] + 1)),
-        *(f"level {level}" for level in result["tgc_by_difficulty"]),
-    ]
-    for column in ("", *columns):
+    for column in ("", *(f"pass^{k}" for k in range(1, result["n"] + 1))):
         table.add_column(column, justify="right")
     for name in ("tgc", "sgc"):
-        values = [*result[f"{name}_pass_hat"], *result[f"{name}_by_difficulty"].values()]
-        table.add_row(name.upper(), *(cell(v) for v in values))
+        table.add_row(name.upper(), *(cell(v) for v in result[f"{name}_pass_hat"]))
     console.print(table)
+    for name in ("tgc", "sgc"):
+        levels = "  ".join(f"level {k}: {cell(v)}" for k, v in result[f"{name}_by_difficulty"].items())
+        console.print(f"{name.upper()} by difficulty  {levels}", highlight=False)
     ends = "  ".join(f"{k} {cell(v)}" for k, v in result["terminations"].items())
     console.print(f"turns {cell(result['turns'], '{:.1f}')}   ended: {ends}", highlight=False)
     tokens = f"{cell(result['input_tokens'], '{:.0f}')} read, {cell(result['step_tokens'], '{:.0f}')} written"

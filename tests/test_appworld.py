@@ -520,6 +520,7 @@ def test_the_last_three_epoch_ends_are_evaluated_on_both_splits(
         assert board[split].keys() == {"all", "level 1", "level 2", "level 3"}
         assert f"{split}, mean ± std over 3 checkpoints (step=000001, step=000002, step=000003)" in printed
     assert "77.8% ± 11.1%" in printed
+    assert "TGC by difficulty level 1: 88.9% ± 19.2% level 2: 77.8% ± 19.2% level 3: 66.7% ± 0.0%" in printed
     assert "gave_up 11.1% ± 0.0%" in printed
     assert "agent: draco's own code agent" in printed
     table = next(t for t in all_tables([open_run(run_folder)]) if t.name == "T4_success_std")
