@@ -82,7 +82,7 @@ class _Table:
         """Print."""
         table = Table(title="preflight", title_justify="left")
         for column in ("check", "", "found"):
-            table.add_column(column)
+            table.add_column(column, overflow="fold")  # a path is shown whole
         for name, passed, detail in self.rows:
             mark = "[green]ok[/]" if passed else "[yellow]–[/]" if passed is None else "[red]FAILED[/]"
             table.add_row(name, mark, detail.replace("[", "\\["))
@@ -143,7 +143,9 @@ def preflight(
         with table.check("tasks", [policy]) as said:
             _need(policy)
             loader, held_out = loaders(config, parts)
-            said.append(f"{len(loader.tasks)} to train on, {len(held_out)} evaluations of {config.eval.split}")
+            said.append(
+                f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}"
+            )
         with table.check("disk", [loader]) as said:
             _need(loader)
             longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
@@ -198,6 +200,7 @@ def _folder(run: Path, scratch: Path, *, fresh: bool) -> str:
 
 def _environment(parts: Any, split: str) -> str:
     environment, evaluator = parts.environment, parts.evaluator
+    environment.check()
     task = environment.tasks(split)[0]
     episode = environment.open(task, seed=0)
     try:

@@ -198,7 +198,8 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
         secret = main_only(lambda: read_secret(run / "transcript_secret"))
         rubric.bind(parts.environment.caveats, secret, run, config.seed, rank())
     if step < config.steps:
-        main_only(lambda: check_judge(rubric))  # before anything large is loaded
+        main_only(parts.environment.check)  # before anything large is loaded
+        main_only(lambda: check_judge(rubric))
     module.configure_model()
     check_optimizer(module)
     loader, held_out = _loaders(config, parts)
@@ -364,7 +365,12 @@ def _evaluate(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path)
     with torch.no_grad():
         trainer.validate(parts.module, dataloaders=held_out, verbose=False)
     records = parts.module.validation_records
-    return {"split": config.eval.split, **summarise(records), "records": [r.as_dict() for r in records]}
+    return {
+        "split": config.eval.split,
+        "scaffold": parts.environment.scaffold,
+        **summarise(records),
+        "records": [r.as_dict() for r in records],
+    }
 
 
 def _missed_evaluation(config: DictConfig, parts: Parts, held_out: EvalLoader, run: Path, loggers: list[Any]) -> None:

@@ -16,6 +16,7 @@ Options (key=value):
     temperature  sampling temperature (default: the run's eval.temperature; null sends none to an API)
     seed         of sampling (default: the run's)
     prices       USD per million tokens of the policy: READ,WRITTEN or READ,READ_AGAIN,WRITTEN; gives the cost of a pass
+                 (with policy=litellm in place of litellm's own table)
     policy       litellm: no run, the agent is model= behind an API, on the same harness
     model, api_base, concurrency   of policy=litellm
     out          folder of the results (default: the run's evaluations/)
@@ -38,7 +39,8 @@ from draco.checks import whole
 from draco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from draco.evaluation.evaluate import Prices
+    from draco.evaluation.records import Prices, Usage
+    from draco.types import Trajectory
 
 OPTIONS = {
     "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
@@ -57,7 +59,8 @@ def options(arguments: list[str]) -> dict[str, Any]:
     assert isinstance(given, dict)
     if wrong := sorted(str(k) for k in given.keys() - OPTIONS):
         raise ConfigError(f"unknown option {', '.join(wrong)}; expected {', '.join(sorted(OPTIONS))}")
-    if "policy" in given:
+    api = "policy" in given
+    if api:
         if given["policy"] != "litellm" or "run" in given:
             raise ConfigError(
                 "policy=litellm evaluates a model behind an API and takes no run=; a run has its own policy"
@@ -66,6 +69,9 @@ def options(arguments: list[str]) -> dict[str, Any]:
             raise ConfigError(f"policy=litellm needs {', '.join(k + '=…' for k in missing)} too")
     elif "run" not in given:
         raise ConfigError("run=FOLDER is missing: the run to evaluate (or policy=litellm model=… env=… out=…)")
+    others = {"checkpoint", "checkpoints", "seed"} if api else {"model", "api_base", "concurrency"}
+    if unread := sorted(others & given.keys()):
+        raise ConfigError(f"{unread[0]}= is for {'runs' if api else 'policy=litellm'} and would not be read here")
     if "checkpoint" in given and "checkpoints" in given:
         raise ConfigError("checkpoint= and checkpoints= are the same; give one")
     return {**{str(k): v for k, v in given.items()}, "env_options": inner}
@@ -160,7 +166,7 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
 
     from draco.evaluation.api_agent import ApiAgent
     from draco.evaluation.metrics import summarise
-    from draco.evaluation.records import evaluate_groups
+    from draco.evaluation.records import evaluate_groups, priced
     from draco.run import instantiate
 
     with initialize_config_module("conf", version_base="1.3"):
@@ -170,7 +176,12 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     if "verbose_prompt" in config.env:
         config.env.verbose_prompt = True
     environment, evaluator = instantiate(config.env.environment), instantiate(config.env.get("evaluator"))
-    splits = str(given.get("split", config.eval.split)).split(",")
+    prices = prices_of(given.get("prices"))
+    tasks = {
+        split: environment.tasks(split)[: given.get("tasks")]
+        for split in str(given.get("split", config.eval.split)).split(",")
+    }
+    environment.check()
     agent = ApiAgent(
         str(given["model"]),
         instantiate(config.limits),
@@ -179,19 +190,26 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
         concurrency=int(given.get("concurrency", 16)),
     )
 
+    agent.check()
+
+    def usage_of(trajectory: Trajectory) -> Usage:
+        return priced(agent.usage_of(trajectory), prices)
+
     def evaluated() -> Any:
         try:
-            for split in splits:
-                groups = agent.play(environment, environment.tasks(split)[: given.get("tasks")], n)
-                records = evaluate_groups(groups, evaluator, agent.usage_of)
+            for split in tasks:
+                groups = agent.play(environment, tasks[split], n)
+                records = evaluate_groups(groups, evaluator, usage_of)
                 yield {
                     "agent": agent.model,
+                    "scaffold": environment.scaffold,
                     "checkpoint": "api",
                     "split": split,
                     **summarise(records),
                     "records": [r.as_dict() for r in records],
                 }
         finally:
+            agent.close()
             environment.close()
             if evaluator is not None:
                 evaluator.close()
@@ -201,7 +219,8 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
 
 def show(result: dict[str, Any], console: Console) -> None:
     """One table a split and checkpoint."""
-    table = Table(title=f"{result['split']}, {result['tasks']} tasks × {result['n']} runs, {result['checkpoint']}")
+    who = result["checkpoint"] if result["checkpoint"] != "api" else result["agent"]
+    table = Table(title=f"{result['split']}, {result['tasks']} tasks × {result['n']} runs, {who}")
     for name in (
         "",
         *(f"pass^{k}" for k in range(1, result["n"] + 1)),
@@ -212,6 +231,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         values = [*result[f"{name}_pass_hat"], *result[f"{name}_pass_at"]]
         table.add_row(name.upper(), *("–" if v is None else f"{v:.1%}" for v in values))
     console.print(table)
+    if result["scaffold"]:
+        console.print(f"agent: {result['scaffold']}", highlight=False)
     for name in ("tgc", "sgc"):
         levels = result[f"{name}_by_difficulty"].items()
         text = "  ".join(f"level {k}: {'–' if v is None else f'{v:.1%}'}" for k, v in levels)
@@ -230,9 +251,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 def show_spread(result: dict[str, Any], console: Console) -> None:
     """Mean ± std over checkpoints."""
 
-    def cell(value: dict[str, float | None]) -> str:
-        std = "" if value["std"] is None else f" ± {value['std']:.1%}"
-        return "–" if value["mean"] is None else f"{value['mean']:.1%}{std}"
+    def cell(value: dict[str, float | None], form: str = "{:.1%}") -> str:
+        if value["mean"] is None:
+            return "–"
+        return form.format(value["mean"]) + ("" if value["std"] is None else f" ± {form.format(value['std'])}")
 
     names = ", ".join(result["checkpoints"])
     table = Table(title=f"{result['split']}, mean ± std over {len(result['checkpoints'])} checkpoints ({names})")
@@ -241,6 +263,14 @@ def show_spread(result: dict[str, Any], console: Console) -> None:
     for name in ("tgc", "sgc"):
         table.add_row(name.upper(), *(cell(v) for v in result[f"{name}_pass_hat"]))
     console.print(table)
+    for name in ("tgc", "sgc"):
+        levels = "  ".join(f"level {k}: {cell(v)}" for k, v in result[f"{name}_by_difficulty"].items())
+        console.print(f"{name.upper()} by difficulty  {levels}", highlight=False)
+    ends = "  ".join(f"{k} {cell(v)}" for k, v in result["terminations"].items())
+    console.print(f"turns {cell(result['turns'], '{:.1f}')}   ended: {ends}", highlight=False)
+    tokens = f"{cell(result['input_tokens'], '{:.0f}')} read, {cell(result['step_tokens'], '{:.0f}')} written"
+    cost = "unknown (prices=)" if result["cost_usd"]["mean"] is None else cell(result["cost_usd"], "${:.2f}")
+    console.print(f"tokens a rollout: {tokens}   cost of one pass: {cost}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 from conftest import type_out
 
 from draco.agent import Rollout
+from draco.engine import Engine
 from draco.env.appworld.inside import mini
 
 __all__ = ["GOLD", "ScriptedCoder", "script", "wrong"]
@@ -25,14 +26,21 @@ def wrong(task_id: str) -> str:
     return GOLD[task_id].replace("amount=", "amount=1 + ").replace("pinned=True", "pinned=False")
 
 
-def script(task_id: str, sample: int) -> list[str]:
-    """The turns of one rollout: even samples solve the task, odd ones complete without doing it."""
+def script(task_id: str, sample: int, version: int = 0) -> list[str]:
+    """The turns of one rollout: even samples solve the task, odd ones once the policy's version is above its level.
+
+    Before that they complete without doing it; on level 3 they give up.
+    """
+    level = int(task_id[4])
     look = "Who is it?\n<code>print(apis.supervisor.show_profile())</code>"
-    act = GOLD[task_id] if sample % 2 == 0 else "apis.supervisor.complete_task()"
+    solves = sample % 2 == 0 or level < version
+    if level == 3 and not solves:
+        return [look, "It cannot be done.", "No."]
+    act = GOLD[task_id] if solves else "apis.supervisor.complete_task()"
     return [look, f"Now do it.\n<code>{act}</code>", "Done."]
 
 
-class ScriptedCoder:
+class ScriptedCoder(Engine):
     """An engine that types `script`."""
 
     def __init__(self, **options: Any) -> None:
@@ -40,5 +48,5 @@ class ScriptedCoder:
 
     def run(self, policy: object, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
         for rollout in rollouts:
-            type_out(rollout, script(rollout.task.id, rollout.sample))
+            type_out(rollout, script(rollout.task.id, rollout.sample, rollout.policy_version))
             yield rollout

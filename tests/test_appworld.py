@@ -5,28 +5,37 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
+import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import replay
 from appworld_agent import GOLD, mini, script, wrong
 from test_judge_loopback import Server, server  # noqa: F401 - a fixture
 from test_run import train
 
-from draco.archive import read_table
+from draco.analysis.runs import open_run
+from draco.archive import read_calls, read_table
 from draco.background import BackgroundLoop
 from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
 from draco.env.appworld.environment import AppWorldEpisode, unpack_state
 from draco.env.appworld.faults import WorkerDied
 from draco.env.appworld.inside import server as inside
+from draco.errors import ConfigError
 from draco.evaluation.metrics import leaderboard, summarise
 from draco.evaluation.records import EvalRecord
+from draco.report.tables import all_tables
 from draco.types import Task
 
 pytestmark = pytest.mark.appworld
@@ -230,6 +239,10 @@ def test_without_the_guard_trouble_stays_in_its_episode(
             hostile = asyncio.create_task(bad.act([HOSTILE[name]]))
             await good.act(["print(x)"])
             reply = await hostile
+            slot = bad._slot
+            assert slot is not None
+            pid = (await slot.server.request("ping"))["pids"][slot.experiment]
+            assert Path(f"/proc/{pid}").exists() is not reply.done  # what passed its deadline runs no more
             state = await bad.finish()
             seen = (await good.act([GOLD[TASKS[0]]])).observations
             return (reply, state), (list(seen), await good.finish())
@@ -284,6 +297,12 @@ def routes(full: str) -> dict[str, str]:
         "import": f"print(__import__('pathlib').Path('{truth}/answer.json').read_text())",
         "builtins": f"import builtins\nprint(builtins.open('{truth}/answer.json').read())",
         "module": f"import uuid\nprint(uuid.os.listdir('{truth}'))",
+        "own_root": "print(open('data/tasks/mini1aa_1/ground_truth/answer.json').read())",
+        "proc_root": f"print(open('/proc/self/root{truth}/answer.json').read())",
+        "solutions": f"print(open('{mini.__file__}').read())",
+        "search": "import gc\nprint([o for o in gc.get_objects() if type(o).__name__ == 'GroundTruth'])",
+        "frames": "import sys\nf = sys._getframe()\nwhile f:\n    if 'world' in f.f_locals: print(f.f_locals['world'].task.ground_truth)\n    f = f.f_back",
+        "api_admin": "print(apis.admin.show_main_users())",
         "admin": "print(requester.request('admin', 'show_main_users'))",
         "neighbour": "import os\nprint('neighbours', os.listdir('..') and [open(p).read() for p in os.listdir('.')])",
     }
@@ -311,6 +330,46 @@ def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldE
         assert any(word in shown for word in ("descriptor -1", "ptrace -1", "Execution successful", "[]")) or (
             "not permitted" in shown or "denied" in shown
         ), shown
+
+
+def test_what_a_format_string_reaches_is_no_answer(environment: AppWorldEnvironment) -> None:
+    """It passes the guard, which reads code and no strings; what it can show is the process, which holds no answers."""
+    program = "print('{0.__class__.__init__.__globals__}'.format(apis))\nprint('{0.__class__.__dict__}'.format(print))"
+    seen, _ = run(environment, TASKS[0], program)
+    for canary in ("no_op_fail", "def evaluate", "test_data", "ground_truth_answer", FULL):
+        assert canary not in seen[0]
+
+
+def test_the_root_of_the_rollouts_holds_no_ground_truth() -> None:
+    """By name, by content, and by inode: the roots share files as hard links."""
+    hidden = [p for p in Path(FULL).rglob("ground_truth/*") if p.is_file()]
+    assert len(hidden) == 9 * 9  # nothing to find would prove nothing
+    shown = [p for p in (Path(DATA) / "rollout").rglob("*") if p.is_file()]
+    assert not {p.name for p in shown} & ({p.name for p in hidden} | {"ground_truth"})
+    assert not {p.stat().st_ino for p in shown} & {p.stat().st_ino for p in hidden}
+    digests = {hashlib.sha256(p.read_bytes()).digest() for p in hidden if len(p.read_bytes()) > 8}
+    assert not digests & {hashlib.sha256(p.read_bytes()).digest() for p in shown}
+    index = json.loads((Path(DATA) / "rollout" / "data" / "draco_tasks.json").read_text())
+    assert {frozenset(entry) for entry in index.values()} == {frozenset({"difficulty"})}
+
+
+def test_data_that_episodes_could_read_around_is_refused(tmp_path: Path) -> None:
+    """Both roots inside a folder that Python loads from: the answers would lie open beside the blind root."""
+    prefix = Path(PYTHON).absolute().parents[1]
+    inner = prefix / f"draco-test-{os.getpid()}"
+    inner.symlink_to(tmp_path)
+    shutil.copytree(DATA, tmp_path / "aw", copy_function=os.link)
+    environment = AppWorldEnvironment(PYTHON, str(tmp_path / "aw"))
+    environment.check()  # a link from there to elsewhere opens nothing
+    environment.close()
+    inner.unlink()
+    try:
+        shutil.copytree(DATA, inner / "aw")
+        environment = AppWorldEnvironment(PYTHON, str(inner / "aw"))
+        with pytest.raises(ConfigError, match=r"lies in .*, which episodes read; move the data"):
+            environment.check()
+    finally:
+        shutil.rmtree(inner, ignore_errors=True)
 
 
 def test_the_evaluator_is_another_process_that_the_rollouts_cannot_see(
@@ -362,10 +421,13 @@ def judged(n: int, body: dict[str, Any]) -> tuple[int, str]:
     if phase == "propose_rollout":
         return 200, json.dumps({"criteria": []})
     score = 1 if "def solution" in text else -1
+    title = next(
+        known for known in (row["title"], "Says hello first") if known in text
+    )  # the second: draco's own check
     if phase == "score":
-        verdict = {"title": row["title"], "evidence": "e", "justification": "j", "score": score}
+        verdict = {"title": title, "evidence": "e", "justification": "j", "score": score}
         return 200, json.dumps({"verdicts": [verdict]})
-    given = {"title": row["title"], "explanation": "x", "verdict": score, "relevant_steps": [2]}
+    given = {"title": title, "explanation": "x", "verdict": score, "relevant_steps": [2]}
     return 200, json.dumps({"attributions": [given]})
 
 
@@ -375,75 +437,150 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def test_one_training_step_and_its_evaluation(
-    server: Server,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of DRACO on five of the nine tasks, an epoch, judged by a loopback model; then two checkpoints more."""
+    made = Server()
+    made.answer = judged
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    folder = tmp_path_factory.mktemp("appworld") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
+        summary = train(
+            *OPTIONS, "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
+            f"judge.api_base=http://127.0.0.1:{made.server_address[1]}/v1", "tasks_per_step=5", "group_size=2", "loss.kl_coef=0",
+            "eval.before=false", "eval.tasks=2", f"run={folder}", "checkpoint.check_disk=false",
+        )  # fmt: skip
+    made.shutdown()
+    thread.join()
+    made.server_close()
+    assert summary["final_success"] == 1.0
+    assert summary["setting"] == "dynamic+step"
+    for version in (2, 3):  # as if it had gone on; a step takes a minute of the packaged policy on prompts of this size
+        made_up = folder / "checkpoints" / f"step={version:06d}"
+        shutil.copytree(folder / "checkpoints" / "step=000001", made_up)
+        state = json.loads((made_up / "state.json").read_text())
+        assert state["policy_version"] == 1
+        (made_up / "state.json").write_text(json.dumps(state | {"policy_version": version}))
+    return folder
+
+
+def test_a_training_step_leaves_trajectories_verdicts_citations_credits_and_an_archive(run_folder: Path) -> None:
+    trajectories = read_table(run_folder, "trajectories", [0]).to_pylist()
+    hard = sum(t["task_id"].startswith("mini3") for t in trajectories) // 2
+    assert Counter(t["termination"] for t in trajectories) == Counter({"submitted": 10 - hard, "gave_up": hard})
+    assert all(t["end_state"] for t in trajectories)
+    verdicts = read_table(run_folder, "verdicts", [0]).to_pylist()
+    assert Counter(v["score"] for v in verdicts) == {1: 5, -1: 5}
+    assert all(list(v["cited_steps"]) == [2] for v in verdicts)
+    credits = read_table(run_folder, "credits", [0]).to_pylist()
+    assert len(credits) == 10
+    calls = read_calls(run_folder, [0])
+    assert {c["phase"] for c in calls} == {"propose_task", "propose_rollout", "merge", "score", "attribute"}
+    for call in calls:  # the environment's caveats reach every judge prompt
+        assert "does not end the episode" in " ".join(content for _, content in call["messages"]), call["phase"]
+    assert replay.main([str(run_folder)]) == 0  # rewards and credits follow from the archive, to the bit
+    success = list(csv.DictReader((run_folder / "train_success.csv").read_text().splitlines()))
+    assert Counter((row["sample"], row["success"]) for row in success) == {("0", "1"): 5, ("1", "0"): 5}
+    assert "sk-canary" not in "".join(f.read_text() for f in run_folder.glob("*.*") if f.suffix != ".html")
+
+
+def test_the_last_three_epoch_ends_are_evaluated_on_both_splits(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By hand: of three runs of a task the even two succeed, the odd one from version level + 1 on."""
     import evaluate
 
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
-    server.answer = judged
-    run = tmp_path / "run"
-    summary = train(
-        *OPTIONS, "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
-        f"judge.api_base=http://127.0.0.1:{server.server_address[1]}/v1", "tasks_per_step=3", "group_size=2",
-        "eval.before=false", "eval.tasks=2", f"run={run}", "checkpoint.check_disk=false",
-    )  # fmt: skip
-    assert summary["final_success"] == 1.0
-    trajectories = read_table(run, "trajectories", [0]).to_pylist()
-    assert [t["termination"] for t in trajectories] == ["submitted"] * 6
-    assert all(t["end_state"] for t in trajectories)
-    verdicts = read_table(run, "verdicts", [0]).to_pylist()
-    assert sorted(v["score"] for v in verdicts) == [-1, -1, -1, 1, 1, 1]
-    assert all(list(v["cited_steps"]) == [2] for v in verdicts)
-    credits = read_table(run, "credits", [0]).to_pylist()
-    assert len(credits) == 6
-    calls = read_table(run, "judge_calls", [0]).to_pylist()
-    assert {c["phase"] for c in calls} == {"propose_task", "propose_rollout", "merge", "score", "attribute"}
-    assert "does not end the episode" in str(calls[0])  # the environment's caveats reach every judge prompt
-    success = (run / "train_success.csv").read_text().splitlines()[1:]
-    assert sorted(line.split(",")[3] for line in success) == ["0", "0", "0", "1", "1", "1"]
+    evaluate.main([
+        f"run={run_folder}", "env=appworld", "split=test_normal,test_challenge", "n=3", "checkpoints=last3",
+        "prices=1,0.1,4",
+    ])  # fmt: skip
+    printed = " ".join(capsys.readouterr().out.split())
+    board = json.loads((run_folder / "evaluations" / "leaderboard.json").read_text())
+    for split in ("test_normal", "test_challenge"):
+        one = json.loads((run_folder / "evaluations" / f"{split}-step=000002-n3.json").read_text())
+        assert one["tgc_pass_hat"] == pytest.approx([7 / 9, 5 / 9, 3 / 9])
+        assert one["scaffold"].startswith("draco's own code agent")
+        found = json.loads((run_folder / "evaluations" / f"{split}-last3-n3.json").read_text())
+        assert found["checkpoints"] == ["step=000001", "step=000002", "step=000003"]
+        for name in ("tgc", "sgc"):  # 6/9, 7/9, 8/9; a scenario's three tasks go together
+            assert found[name] == pytest.approx({"mean": 7 / 9, "std": 1 / 9})
+            assert found[f"{name}_pass_hat"][2] == pytest.approx({"mean": 1 / 3, "std": 1 / 3})
+            levels = found[f"{name}_by_difficulty"]
+            assert [levels[k]["mean"] for k in "123"] == pytest.approx([8 / 9, 7 / 9, 2 / 3])
+            assert levels["3"]["std"] == pytest.approx(0.0)
+        assert found["terminations"]["gave_up"] == pytest.approx({"mean": 1 / 9, "std": 0.0})
+        assert found["turns"] == {"mean": 3.0, "std": 0.0}
+        assert found["cost_usd"]["mean"] > 0
+        assert found["input_tokens"]["mean"] > found["step_tokens"]["mean"] > 0
+        assert board[split]["all"] == {
+            "task_goal_completion": 77.8, "scenario_goal_completion": 77.8, "interactions": 1.89,
+        }  # fmt: skip
+        assert board[split].keys() == {"all", "level 1", "level 2", "level 3"}
+        assert f"{split}, mean ± std over 3 checkpoints (step=000001, step=000002, step=000003)" in printed
+    assert "77.8% ± 11.1%" in printed
+    assert "TGC by difficulty level 1: 88.9% ± 19.2% level 2: 77.8% ± 19.2% level 3: 66.7% ± 0.0%" in printed
+    assert "gave_up 11.1% ± 0.0%" in printed
+    assert "agent: draco's own code agent" in printed
+    table = next(t for t in all_tables([open_run(run_folder)]) if t.name == "T4_success_std")
+    row = dict(zip(table.columns, next(r for r in table.rows if r[0] == "dynamic+step"), strict=True))
+    assert row["test_normal TGC p1"] == "77.8 ± 11.1"
+    assert any("draco's own code agent" in note for note in table.notes)
 
-    evaluate.main([f"run={run}", "env=appworld", "split=test_normal", "n=2", "checkpoints=1", "prices=1,0.1,4"])
-    found = json.loads((run / "evaluations" / "test_normal-step=000001-n2.json").read_text())
-    assert found["tgc_pass_hat"] == [0.5, 0.0]
-    assert found["tgc_by_difficulty"] == {"1": 0.5, "2": 0.5, "3": 0.5}
-    assert found["cost_usd"] > 0
-    board = json.loads((run / "evaluations" / "leaderboard.json").read_text())
-    assert board["test_normal"]["level 3"] == {
-        "task_goal_completion": 50.0, "scenario_goal_completion": 50.0, "interactions": 2.0,
-    }  # fmt: skip
-    assert "level 2: 50.0%" in capsys.readouterr().out
+
+def test_an_unknown_split_is_refused_before_anything_is_evaluated(run_folder: Path, tmp_path: Path) -> None:
+    import evaluate
+
+    with pytest.raises(ConfigError, match="no split 'test_hard'; expected one of dev, test_challenge"):
+        evaluate.main([f"run={run_folder}", "split=dev,test_hard", "tasks=1", f"out={tmp_path}"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_any_model_behind_an_api_plays_on_the_same_harness(
     server: Server,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A row of Table 8: two of three scenarios, three turns, the cost of a pass by the provider's counts."""
     import evaluate
 
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
+    opened: list[str] = []
 
     def agent(n: int, body: dict[str, Any]) -> tuple[int, str]:
+        if len(body["messages"]) == 1:
+            return 200, "ready"
+        opened.append(body["messages"][0]["content"])
         asked = body["messages"][1]["content"].split("Task: ")[1]
         who = body["messages"][1]["content"].split("supervisor, ")[1].split(" (")[0]
         task_id = next(
             s["id"] for s in mini.scenarios()
             if s["instruction"] == asked and " ".join(s["supervisor"][:2]) == who
         )  # fmt: skip
-        return 200, script(task_id, 0)[sum(m["role"] == "assistant" for m in body["messages"])] + "and more"
+        sample = int(task_id == "mini2bb_2")  # completes this one without doing it
+        return 200, script(task_id, sample)[sum(m["role"] == "assistant" for m in body["messages"])] + "and more"
 
     server.answer = agent
     evaluate.main([
         "policy=litellm", "model=openai/gpt-4o-mini", f"api_base=http://127.0.0.1:{server.server_address[1]}/v1",
-        "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "split=test_normal", "tasks=3", f"out={tmp_path}",
+        "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "env.thinking=true", "split=test_normal",
+        f"out={tmp_path}", "prices=2,0.5,8",
     ])  # fmt: skip
     found = json.loads((tmp_path / "test_normal-api-n1.json").read_text())
-    assert found["tgc"] == 1.0
+    assert [r["error"] for r in found["records"]] == [""] * 9
+    assert (found["agent"], found["quarantined"], found["unevaluated"]) == ("openai/gpt-4o-mini", 0, 0)
+    assert (found["tgc"], found["sgc"]) == (pytest.approx(8 / 9), pytest.approx(2 / 3))
     assert found["terminations"] == {"submitted": 1.0}
     assert (found["turns"], found["interactions"]) == (3.0, 2.0)
-    assert found["cost_usd"] > 0
+    # The server counts 100 tokens read and 7 written a turn: 100 at first, 200 again, 21 written.
+    assert found["cost_usd"] == pytest.approx(9 * (100 * 2 + 200 * 0.5 + 21 * 8) / 1e6)
+    assert all("think first" in text for text in opened)  # the prompt for thinking, as env.thinking=true says
     assert "sk-canary" not in json.dumps(found)
+    assert "openai/gpt-4o-mini" in capsys.readouterr().out
+    table = next(t for t in all_tables([open_run(tmp_path)]) if t.name == "T8_models")
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["model"], row["turns"]) == ("openai/gpt-4o-mini", 3.0)
+    assert (row["TGC"], row["SGC"]) == (pytest.approx(8 / 9), pytest.approx(2 / 3))
+    assert row["cost of one pass (USD)"] == pytest.approx(found["cost_usd"])

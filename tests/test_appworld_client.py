@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from test_chat_templates import template
 from test_config import configuration
+from transformers import AutoTokenizer
 
 from draco.agent import Limits, Rollout
 from draco.chat import ChatFormat
@@ -37,7 +42,9 @@ from draco.env.appworld.pool import Pool
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE
 from draco.errors import ConfigError, EnvironmentFault
+from draco.options import LossOptions
 from draco.policy import Policy
+from draco.run import build
 from draco.types import Task, Termination
 
 FAKE = str(Path(__file__).parent / "appworld_fake.py")
@@ -277,6 +284,25 @@ def test_bad_options_are_named_at_once(data: Path, change: dict[str, Any], words
         AppWorldEnvironment(**{"python": sys.executable, "data": str(data), **change})
 
 
+def test_a_server_that_does_not_start_is_refused_before_the_run(data: Path) -> None:
+    broken = AppWorldEnvironment(sys.executable, str(data), server=str(Path(FAKE).parent / "none.py"))
+    with pytest.raises(ConfigError, match=r"cannot open task s1_1 with env\.python=.*did not start") as caught:
+        broken.check()
+    assert "\n" not in str(caught.value)
+    works = AppWorldEnvironment(sys.executable, str(data), server=FAKE)
+    works.check()
+    assert works._pool is not None
+    assert works._pool.live == 0
+    works.close()
+
+
+def test_a_root_without_answers_is_refused_by_the_evaluator(data: Path) -> None:
+    shutil.rmtree(data / "full")
+    AppWorldEnvironment(sys.executable, str(data))
+    with pytest.raises(ConfigError, match="holds no tasks/, which the evaluator needs"):
+        AppWorldEvaluator(sys.executable, str(data))
+
+
 def test_a_machine_without_a_cage_is_refused_at_once(
     data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -433,24 +459,78 @@ def test_judges_are_told_about_the_environment(environment: AppWorldEnvironment)
 # --- configurations and scripts ---
 
 
-@pytest.mark.parametrize("experiment", ["appworld_qwen36_27b", "appworld_qwen25_32b"])
-@pytest.mark.parametrize(
-    ("rubric", "credit"),
-    [("static", "uniform"), ("static", "step"), ("dynamic", "uniform"), ("dynamic", "step"), ("outcome", "uniform"),
-     ("random", "uniform")],
-)  # fmt: skip
-def test_the_papers_runs_compose(experiment: str, rubric: str, credit: str) -> None:
-    config = configuration(f"experiment={experiment}", f"rubric={rubric}", f"credit={credit}", "run=x")
-    assert (config.rubric.name, config.credit.name, config.env.name) == (rubric, credit, "appworld")
-    assert (config.tasks_per_step, config.group_size, config.lr, config.loss.kl_coef) == (16, 6, 5e-5, 0.01)
-    assert (config.limits.max_turns, config.limits.max_prompt_tokens, config.limits.max_response_tokens) == (
-        50, 4096, 24576,
-    )  # fmt: skip
-    assert (config.policy.rank, config.policy.alpha, config.policy.dropout) == (16, 32, 0.0)
-    assert config.steps == (100 if "36" in experiment else 75)
-    assert config.engine.env_threads == 32
+EXPERIMENTS = ("appworld_qwen36_27b", "appworld_qwen25_32b")
+#: method §6, the paper's Table 10: every value by the name of its option
+TABLE_10: dict[str, Any] = {
+    "advantage.normalize": True, "advantage.std": "sample", "advantage.epsilon": 1e-6,
+    "loss.kl_coef": 0.01, "loss.clip_low": 0.2, "loss.clip_high": 0.2, "loss.dual_clip": 3.0,
+    "loss.aggregation": "token_mean", "loss.zero_signal": "keep", "loss.tis_cap": None, "policy.reference": "base",
+    "tasks_per_step": 16, "group_size": 6, "update.updates_per_batch": 1,
+    "optimizer._target_": "torch.optim.AdamW", "lr": 5e-5, "optimizer.lr": 5e-5, "lr_decay_steps": 0,
+    "update.decay_steps": 0, "optimizer.weight_decay": 0.01, "update.grad_clip": 1.0,
+    "policy.rank": 16, "policy.alpha": 32, "policy.targets": "all-linear", "policy.dropout": 0.0,
+    "temperature": 1.0, "limits.max_turns": 50, "limits.max_prompt_tokens": 4096, "limits.max_response_tokens": 24576,
+    "limits.max_turn_tokens": 0, "limits.deadline_s": 0, "checkpoint.save_every": 1, "trainer.devices": 8,
+    "trainer.strategy._target_": "draco.sharding.ShardedStrategy", "engine._target_": "draco.engine.vllm.VllmEngine",
+    "judge.model": "openai/gpt-5.4", "judge.temperature": 0.1, "judge.plan": "paper", "env.name": "appworld",
+    "env.train_split": "train", "env.step": "turn", "env.environment.observation_tokens": 3000,
+    "eval.split": "test_normal", "eval.temperature": 1.0,
+}  # fmt: skip
+OF_ONE: dict[str, dict[str, Any]] = {
+    "appworld_qwen36_27b": {
+        "policy.path": "Qwen/Qwen3.6-27B", "steps": 100, "env.thinking": True,
+        "policy.template_kwargs": {"enable_thinking": True, "preserve_thinking": True},
+    },
+    "appworld_qwen25_32b": {
+        "policy.path": "Qwen/Qwen2.5-32B-Instruct", "steps": 75, "env.thinking": False, "policy.template_kwargs": None,
+    },
+}  # fmt: skip
+SETTINGS = [
+    ("static", "uniform"), ("static", "step"), ("dynamic", "uniform"), ("dynamic", "step"), ("outcome", "uniform"),
+    ("random", "uniform"), ("self_judge", "step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(("rubric", "credit"), SETTINGS)
+def test_the_papers_runs_hold_table_10(experiment: str, rubric: str, credit: str, data: Path) -> None:
+    """Every value, whatever the setting; then the parts are built: only weights and servers are not there."""
+    here = (f"env.python={sys.executable}", f"env.data={data}", f"run={data.parent / 'run'}")
+    config = configuration(f"experiment={experiment}", f"rubric={rubric}", f"credit={credit}", *here)
+    for name, value in {**TABLE_10, **OF_ONE[experiment]}.items():
+        assert OmegaConf.select(config, name) == value, name
+    assert (config.rubric.name, config.credit.name) == (rubric, credit)
+    assert config.steps % (90 // config.tasks_per_step) == 0  # whole epochs of 90 tasks, the remainder dropped
     if rubric == "static":
         assert config.rubric.stage.criteria == "appworld"
+    if rubric == "self_judge":
+        assert (config.rubric.stage.k, config.rubric.stage.thinking) == (3, True)
+    parts = build(config, sharded=True)
+    assert parts.environment.name == "appworld"
+    assert parts.engine.sleep is True  # type: ignore[attr-defined]  # it shares the GPUs with the trainer
+    assert {f.name for f in fields(LossOptions)}.isdisjoint({"entropy_coef", "entropy"})  # bonus 0: there is none
+    parts.close()
+
+
+def test_the_settings_differ_in_reward_and_credit_alone() -> None:
+    def flat(*overrides: str) -> dict[str, Any]:
+        config = configuration("experiment=appworld_qwen36_27b", "run=x", *overrides)
+        resolved = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(resolved, dict)
+        return {str(k): v for k, v in resolved.items() if k not in ("rubric", "credit")}
+
+    base = flat()
+    for rubric, credit in SETTINGS:
+        assert flat(f"rubric={rubric}", f"credit={credit}") == base, (rubric, credit)
+
+
+def test_qwen36_thinks_and_keeps_what_it_thought() -> None:
+    """Its stock template takes past thinking out again, which is refused: the arguments prevent it."""
+    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policies") / "tiny"))
+    tokenizer.chat_template = template("qwen3_6")
+    for config in (configuration("experiment=appworld_qwen36_27b", "run=x"), configuration("policy=qwen36_27b")):
+        chat = ChatFormat(tokenizer, **config.policy.template_kwargs)
+        assert chat.opened  # the template opens <think> for the agent
 
 
 def test_desk_keeps_its_own_settings() -> None:

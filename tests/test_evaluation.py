@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draco.env.base import Outcome
-from draco.evaluation.evaluate import priced
 from draco.evaluation.metrics import leaderboard, over_checkpoints, pass_at_k, pass_hat_k, summarise
-from draco.evaluation.records import EvalRecord, Usage, evaluate_end_state, token_usage
+from draco.evaluation.records import EvalRecord, Usage, evaluate_end_state, priced, token_usage
 from draco.types import Step, Task, Termination, Trajectory
 
 TASK = Task("t", "", "test", "s")
@@ -122,6 +121,7 @@ def test_usage_of_a_trajectory_counts_what_every_turn_reads() -> None:
     steps = (Step(1, (10, 15), "a", "o", 1), Step(2, (18, 22), "b", "", 2))
     t = Trajectory(TASK, 0, (), (), (), (), steps, Termination.SUBMITTED, 10, 0, 0)
     assert token_usage(t) == Usage(18, 10, 9)
-    assert priced(t, (1.0, 0.1, 4.0)).cost_usd == pytest.approx((18 + 1 + 36) / 1e6)
+    assert priced(token_usage(t), (1.0, 0.1, 4.0)).cost_usd == pytest.approx((18 + 1 + 36) / 1e6)
+    assert priced(Usage(1, 1, 1, 0.5), None).cost_usd == 0.5
     empty = Trajectory(TASK, 0, (), (), (), (), (), Termination.ENVIRONMENT_ERROR, 0, 0, 0)
     assert token_usage(empty) == Usage(0, 0, 0)

@@ -207,6 +207,8 @@ def test_a_failed_cell_is_reported_and_the_others_go_on(
         (["policy=litellm", "model=m"], "needs env=…, out=… too"),
         (["policy=tiny"], "evaluates a model behind an API"),
         (["run=x", "checkpoint=1", "checkpoints=2"], "are the same; give one"),
+        (["run=x", "model=m"], "model= is for policy=litellm"),
+        (["policy=litellm", "model=m", "env=desk", "out=o", "checkpoints=last3"], "checkpoints= is for runs"),
     ],
 )
 def test_evaluate_names_options_that_do_not_go_together(arguments: list[str], message: str) -> None:

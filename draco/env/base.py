@@ -127,6 +127,7 @@ class Environment(ABC):
     """Opens episodes."""
 
     name: str
+    scaffold: str = ""  #: which agent plays, for tables: prompt and loop, not the model
     caveats: tuple[str, ...] = ()  #: added to every judge prompt (method §5)
     blocking: bool = False  #: True if `Episode.step` waits for another process and belongs on a worker thread
 
@@ -146,6 +147,13 @@ class Environment(ABC):
     @abstractmethod
     def open(self, task: Task, *, seed: int) -> Episode:
         """Start an episode. `seed` keys whatever is random in the environment."""
+
+    def check(self) -> None:  # noqa: B027 - optional
+        """Try whether episodes can run here. Called once, before a run loads or pays for anything.
+
+        Raises:
+            ConfigError: they cannot; one line that says what to do.
+        """
 
     def close(self) -> None:  # noqa: B027 - optional
         """Release what outlives episodes, such as servers. It may be used again afterwards."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,9 +75,33 @@ class ApiAgent:
         self._more = {k: v for k, v in (("temperature", temperature), ("api_base", api_base)) if v is not None}
         self._litellm: Any = None
 
+    def check(self) -> None:
+        """One cheap call, before episodes are opened and paid for.
+
+        Raises:
+            ConfigError: the model does not answer.
+        """
+        BackgroundLoop.shared().submit(self._check()).result()
+
+    async def _check(self) -> None:
+        self._load()
+        try:
+            await self._answer(_Talk([Message("user", "Answer with the one word: ready")]))
+        except EngineError as error:
+            raise ConfigError(f"{error}: the model does not answer; check model= and api_base=") from None
+
     def play(self, environment: Environment, tasks: Sequence[Task], n: int) -> list[Group]:
         """n episodes of every task."""
         return BackgroundLoop.shared().submit(self._play(environment, tasks, n)).result()
+
+    def close(self) -> None:
+        """Close the connections. It may be used again afterwards."""
+        if self._litellm is not None:
+            BackgroundLoop.shared().submit(self._close()).result()
+
+    async def _close(self) -> None:
+        await self._litellm.close_litellm_async_clients()
+        self._litellm.in_memory_llm_clients_cache.flush_cache()  # else the closed ones would be used again
 
     def usage_of(self, trajectory: Trajectory) -> Usage:
         """What an episode took."""
@@ -95,8 +120,6 @@ class ApiAgent:
                 running = [[group.create_task(one(task, s)) for s in range(n)] for task in tasks]
         except* ConfigError as errors:
             raise errors.exceptions[0] from None
-        finally:
-            await self._litellm.close_litellm_async_clients()
         return [
             Group(task, tuple(t.result() for t in row), index)
             for index, (task, row) in enumerate(zip(tasks, running, strict=True))
@@ -105,6 +128,8 @@ class ApiAgent:
     def _load(self) -> None:
         if self._litellm is None:
             os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no price table from the network
+            # It imports more of itself during its first call, and pydantic then warns about types that are not ours.
+            warnings.filterwarnings("ignore", message=".*using the `ReadOnly` qualifier", category=UserWarning)
             import litellm
 
             litellm.suppress_debug_info = True
@@ -166,15 +191,7 @@ class ApiAgent:
 
     async def _ask(self, talk: _Talk, episode: Episode) -> str:
         """The next turn. What a model writes after its first action was not asked for: it has not seen the answer."""
-        retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.max_retries + 1),
-            wait=tenacity.wait_exponential(multiplier=self.backoff_s, max=60.0),
-            retry=tenacity.retry_if_exception_type(EngineError),
-            reraise=True,
-        )
-        async for attempt in retrying:
-            with attempt:
-                response = await self._call(talk)
+        response = await self._answer(talk)
         usage = getattr(response, "usage", None)
         prompt = getattr(usage, "prompt_tokens", None) or 0
         written = getattr(usage, "completion_tokens", None) or 0
@@ -188,6 +205,19 @@ class ApiAgent:
             head, found, _ = text.partition(stop)
             text = head + found
         return text
+
+    async def _answer(self, talk: _Talk) -> Any:
+        """The provider's response; faults that may pass are tried again."""
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.max_retries + 1),
+            wait=tenacity.wait_exponential(multiplier=self.backoff_s, max=60.0),
+            retry=tenacity.retry_if_exception_type(EngineError),
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                return await self._call(talk)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _call(self, talk: _Talk) -> Any:
         messages = [{"role": m.role, "content": m.content} for m in talk.messages]

@@ -6,7 +6,6 @@ The model is loaded once; only adapters are exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,13 @@ from omegaconf import DictConfig
 from draco import checkpoint
 from draco.errors import ConfigError
 from draco.evaluation.metrics import summarise
-from draco.evaluation.records import Usage, evaluate_groups, token_usage
+from draco.evaluation.records import Prices, evaluate_groups, priced, token_usage
 from draco.loader import EvalLoader
 from draco.run import Parts, build
 from draco.runchecks import select_tasks
 from draco.stages import RolloutStage, find_stage
-from draco.types import Trajectory
 
-__all__ = ["Prices", "evaluate_checkpoint", "evaluate_checkpoints", "priced"]
-
-Prices = tuple[float, float, float]  #: USD per million tokens read for the first time, read again, written
-
-
-def priced(trajectory: Trajectory, prices: Prices | None) -> Usage:
-    """Usage of a rollout of the policy at reference prices."""
-    usage = token_usage(trajectory)
-    if prices is None:
-        return usage
-    tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-    return replace(usage, cost_usd=sum(p * t for p, t in zip(prices, tokens, strict=True)) / 1e6)
+__all__ = ["evaluate_checkpoint", "evaluate_checkpoints"]
 
 
 def evaluate_checkpoint(config: DictConfig, run: Path, which: str) -> dict[str, Any]:
@@ -67,6 +54,9 @@ def evaluate_checkpoints(
     if which[0].isdigit() and (missing := [s for s in which.split(",") if int(s or -1) not in kept]):
         raise ConfigError(f"checkpoint={','.join(missing)} is not there; kept steps: {lists}; or use last or base")
     parts = build(config)
+    for split in splits:
+        parts.environment.tasks(split)  # an unknown one is refused before anything is paid for
+    parts.environment.check()
     parts.module.configure_model()
     policy = parts.module.policy
     if which.startswith("last") and which != "last":
@@ -84,10 +74,11 @@ def evaluate_checkpoints(
                 (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
                 with torch.no_grad():
                     groups = rollout.generate(policy, batch)
-                    records = evaluate_groups(groups, parts.evaluator, lambda t: priced(t, prices))
+                    records = evaluate_groups(groups, parts.evaluator, lambda t: priced(token_usage(t), prices))
                 yield {
                     "run": str(run),
                     "agent": parts.environment.name,
+                    "scaffold": parts.environment.scaffold,
                     "checkpoint": kept[step].name if step >= 0 else "base",
                     "split": split,
                     **summarise(records),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from draco.env.base import CODE, TOOL_CALL, Evaluator, Outcome
 from draco.types import Group, Task, Termination, Trajectory
 
-__all__ = ["EvalRecord", "Usage", "evaluate_end_state", "evaluate_groups", "token_usage"]
+__all__ = ["EvalRecord", "Prices", "Usage", "evaluate_end_state", "evaluate_groups", "priced", "token_usage"]
 
 _REMINDERS = (CODE.reminder, TOOL_CALL.reminder)
 
@@ -69,6 +69,17 @@ def token_usage(trajectory: Trajectory) -> Usage:
     output = sum(trajectory.step_tokens)
     once = starts[max(starts)] if starts else trajectory.prompt_tokens
     return Usage(once, sum(starts.values()) - once if starts else 0, output)
+
+
+Prices = tuple[float, float, float]  #: USD per million tokens read for the first time, read again, written
+
+
+def priced(usage: Usage, prices: Prices | None) -> Usage:
+    """The same usage at reference prices; None leaves its cost as it is."""
+    if prices is None:
+        return usage
+    tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
+    return replace(usage, cost_usd=sum(p * t for p, t in zip(prices, tokens, strict=True)) / 1e6)
 
 
 def evaluate_groups(

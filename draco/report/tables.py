@@ -221,6 +221,7 @@ def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
                 (model, split, *means, cost.mean if cost else None, cost.mean / tasks if cost and tasks else None)
             )
     notes = ["The cost is that of one run of every task, at the prices that the evaluation was given."]
+    notes += _scaffolds(runs)
     if any(row[5] is None for row in rows):
         notes.append("No cost: the evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
     if not any(not r.trained for r in runs):
@@ -289,7 +290,7 @@ def _counts(runs: Sequence[Run]) -> list[str]:
             if unknown := sum(int(e.content.get("unevaluated") or 0) for e in finals):
                 said.append(f"{setting}, {split}: {unknown} rollouts whose evaluator failed (left out).")
             tau |= {_tau_setup(e): None for e in finals if "tau2" in e.content}
-    return [*(f"{text} ({', '.join(who)})." for text, who in same.items()), *said, *tau]
+    return [*(f"{text} ({', '.join(who)})." for text, who in same.items()), *said, *tau, *_scaffolds(runs)]
 
 
 def _tau_setup(e: Evaluation) -> str:
@@ -300,6 +301,12 @@ def _tau_setup(e: Evaluation) -> str:
         f"{e.split}: {version}, retrieval {retrieval}, user simulator {e.content.get('user')}, at most "
         f"{e.content.get('max_turns')} agent turns; infrastructure errors and missing simulations are failures."
     )
+
+
+def _scaffolds(runs: Sequence[Run]) -> list[str]:
+    """Which agents played, where the evaluations say."""
+    named = sorted({str(e.content["scaffold"]) for r in runs for e in r.evaluations if e.content.get("scaffold")})
+    return [f"Agent that ran: {name}." for name in named]
 
 
 def _gaps(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:

@@ -11,9 +11,9 @@ from draco.env.appworld.inside.roots import INDEX
 from draco.errors import ConfigError
 from draco.types import Task
 
-__all__ = ["Roots"]
+__all__ = ["SETUP", "Roots"]
 
-_SETUP = "run scripts/setup_appworld.sh --data download (or --data mini) and set env.data to the folder that it names"
+SETUP = "run scripts/setup_appworld.sh --data download (or --data mini) and set env.data to the folder that it names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Roots:
         """
         base = Path(folder).expanduser().absolute()
         roots = cls(base / "rollout" / "data", base / "full" / "data")
-        if not (roots.rollout / "datasets").is_dir():
-            raise ConfigError(f"env.data={folder}: no AppWorld data there; {_SETUP}")
+        if not (roots.rollout / "datasets").is_dir() or not (roots.rollout / INDEX).is_file():
+            raise ConfigError(f"env.data={folder}: no AppWorld data there; {SETUP}")
         if "memory" in str(base):
             raise ConfigError(f"env.data={folder}: AppWorld cannot use a path that holds the word 'memory'; move it")
         return roots
@@ -58,10 +58,10 @@ class Roots:
 
     def _task(self, task_id: str, split: str, known: dict[str, Any]) -> Task:
         if task_id.count("_") != 1:
-            raise ConfigError(f"{split}.txt names {task_id!r}; an AppWorld task id is SCENARIO_NUMBER; {_SETUP}")
+            raise ConfigError(f"{split}.txt names {task_id!r}; an AppWorld task id is SCENARIO_NUMBER; {SETUP}")
         path = self.rollout / "tasks" / task_id / "specs.json"
         if not path.is_file():
-            raise ConfigError(f"{path} is missing though {split}.txt names the task; {_SETUP}")
+            raise ConfigError(f"{path} is missing though {split}.txt names the task; {SETUP}")
         specs = json.loads(path.read_text(encoding="utf-8"))
         return Task(
             id=task_id,

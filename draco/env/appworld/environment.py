@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from draco.background import BackgroundLoop
 from draco.env.appworld.client import SERVER, ForkServer, Limits, ServerOptions
-from draco.env.appworld.data import Roots
+from draco.env.appworld.data import SETUP, Roots
+from draco.env.appworld.faults import AppWorldFault
 from draco.env.appworld.inside import cage
 from draco.env.appworld.pool import Pool, Slot
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
@@ -151,6 +152,7 @@ class AppWorldEnvironment(Environment):
     """
 
     name = "appworld"
+    scaffold = "draco's own code agent, not AppWorld's Simplified ReAct Code Agent"
     caveats = CAVEATS
     blocking = True
 
@@ -209,6 +211,24 @@ class AppWorldEnvironment(Environment):
     def opening(self, task: Task) -> tuple[Message, ...]:
         return opening(task, thinking=self.thinking)
 
+    def check(self) -> None:
+        """Start the servers and run one block.
+
+        Raises:
+            ConfigError: it does not work.
+        """
+        task = next(t for split in self.splits for t in self.tasks(split))
+        episode = self.open(task, seed=0)
+        try:
+            episode.step(["print('ready')"])
+        except AppWorldFault as error:
+            raise ConfigError(
+                f"env=appworld cannot open task {task.id} with env.python={self._options.python} on "
+                f"{self.roots.rollout}: {error}; scripts/setup_appworld.sh makes what it needs, --help says how"
+            ) from error
+        finally:
+            episode.close()
+
     def pool(self) -> Pool:
         """The pool of the running event loop. What belonged to an earlier, closed loop ended with it."""
         loop = asyncio.get_running_loop()
@@ -243,6 +263,8 @@ class AppWorldEvaluator(Evaluator):
         server: str = str(SERVER),
     ) -> None:
         self.roots, self.deadline_s = Roots.at(data), deadline_s
+        if not (self.roots.full / "tasks").is_dir():
+            raise ConfigError(f"{self.roots.full} holds no tasks/, which the evaluator needs; {SETUP}")
         self._options = ServerOptions(
             python=python, data=str(self.roots.full), role="evaluate", start_s=start_s,
             require=_require(python, isolation), server=server,

@@ -365,12 +365,30 @@ def restore(state: dict[str, Any], dbs: Path, root: Path, task: str) -> None:
 # --- what runs in a child ---
 
 
+def _readable(options: dict[str, Any]) -> list[str]:
+    """What an episode may read: the data, and what Python and AppWorld load from. Not this file's folder: beside it lie
+    the solutions of the miniature tasks."""
+    return [options["data"], sys.prefix, sys.base_prefix, options["home"], "/usr/lib", "/usr/share/zoneinfo", "/lib",
+            "/lib64", "/etc/localtime", "/etc/mime.types", "/dev/urandom"]  # fmt: skip
+
+
+def check_apart(options: dict[str, Any]) -> None:
+    """The folder that holds both data roots must lie in nothing that an episode may read, or its answers could be read.
+
+    Raises:
+        Failed: it does.
+    """
+    if options["role"] != "rollout":
+        return
+    both = Path(options["data"]).parents[1]
+    for path in _readable(options)[1:]:
+        if both.is_relative_to(Path(path).resolve()):
+            raise Failed("isolation", f"{both} lies in {path}, which episodes read; move the data (env.data) elsewhere")
+
+
 def _confine(options: dict[str, Any], folder: Path) -> None:
     limits = options["limits"]
-    read = [options["data"], sys.prefix, sys.base_prefix, options["home"],
-            str(Path(__file__).parent), "/usr/lib", "/usr/share/zoneinfo", "/lib", "/lib64", "/etc/localtime",
-            "/etc/mime.types", "/dev/urandom"]  # fmt: skip
-    applied = cage.confine(read=read, write=[str(folder), "/dev/null"], **limits)
+    applied = cage.confine(read=_readable(options), write=[str(folder), "/dev/null"], **limits)
     missing = [layer for layer in options["require"] if layer not in applied]
     if missing:
         raise Failed("isolation", f"this machine cannot apply {', '.join(missing)}; applied: {', '.join(applied)}")
@@ -531,8 +549,12 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     started = Real.monotonic()
     try:
+        check_apart(options)
         os.chdir(options["root"])
         tasks = warm(options)
+    except Failed as error:
+        channel.send({"id": 0, "error": {"kind": error.kind, "message": str(error)}})
+        return 1
     except BaseException as error:
         channel.send({"id": 0, "error": {"kind": "engine", "message": _brief(error)}})
         return 1
