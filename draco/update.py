@@ -66,9 +66,14 @@ class Worker:
         self.max_tokens, self.packed, self.backward = max_tokens, packed, backward
         self.busy = 0.0  #: seconds spent in here
 
-    def accumulate(self, rows: Sequence[Row]) -> Totals:
-        """Add the gradient of the rows' *summed* loss to the adapter's `.grad`."""
-        micros = list(self._micro_batches(rows))
+    def accumulate(self, rows: Sequence[Row], micros: Sequence[tuple[Row, ...]] | None = None) -> Totals:
+        """Add the gradient of the rows' *summed* loss to the adapter's `.grad`.
+
+        Args:
+            rows: of any number of groups.
+            micros: the same rows in micro-batches of the caller's; None plans them.
+        """
+        micros = list(self._micro_batches(rows)) if micros is None else micros
         started, totals = time.perf_counter(), Totals()
         batches = [collate(micro, self.policy.device, packed=self.packed) if micro else None for micro in micros]
         references = self._references(batches)

@@ -269,25 +269,26 @@ def fastest_trl(size: Size) -> Trl:
     return best
 
 
-def matmul_seconds(step: Callable[[], Any]) -> float:
-    """CPU seconds in matrix products and attention. Of two runs the lower: another process can only add to it.
+def matmul_share(step: Callable[[], Any], repeats: int) -> float:
+    """Share of matrix products and attention in a step's CPU seconds; the median over repeats.
 
-    The profiler's clock runs on while another process has the core; the step's own CPU and wall seconds take that out.
+    Each repeat pairs a step without the profiler, which gives the denominator, with one under it: seconds of different
+    minutes would not compare. The profiler's clock runs on while another process has the core; the profiled step's own
+    CPU and wall seconds take that out.
     """
     heavy = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
     found = []
-    for _ in range(2):
+    for _ in range(repeats):
+        plain, _wall = clocked(step)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             cpu, wall = clocked(step)
-        found.append(
-            min(cpu / wall, 1.0)
-            * sum(
-                event.self_cpu_time_total
-                for event in profile.key_averages()
-                if event.key in heavy or event.key.startswith("aten::_scaled_dot_product")
-            )
+        seconds = sum(
+            event.self_cpu_time_total
+            for event in profile.key_averages()
+            if event.key in heavy or event.key.startswith("aten::_scaled_dot_product")
         )
-    return float(min(found)) / 1e6
+        found.append(min(cpu / wall, 1.0) * seconds / 1e6 / plain)
+    return float(statistics.median(found))
 
 
 def compare(name: str, repeats: int, quick: bool) -> dict[str, float]:
@@ -304,10 +305,9 @@ def compare(name: str, repeats: int, quick: bool) -> dict[str, float]:
     cpu = statistics.median(theirs[0] / mine[0] for mine, theirs in pairs)
     wall = statistics.median(theirs[1] / mine[1] for mine, theirs in pairs)
     sums = ours.totals.sums
-    # Of the seconds of steps that no profiler slows down: it adds to every small operation.
     shares = {
-        "ours": matmul_seconds(ours.step) / min(mine[0] for mine, _ in pairs),
-        "trl": float("nan") if quick else matmul_seconds(trl.step) / min(theirs[0] for _, theirs in pairs),
+        "ours": matmul_share(ours.step, max(repeats, 3)),
+        "trl": float("nan") if quick else matmul_share(trl.step, 1),
     }
     for i, label in enumerate(("draco", "trl")):
         print(f"  {label:5s} CPU s {statistics.median(p[i][0] for p in pairs):.3f}"

@@ -100,7 +100,7 @@ def update(policy: Policy, rows: list[Row], layout: str, device: torch.device, p
     worker.accumulate(rows[:1])  # warm: kernels are chosen and compiled
     result: dict[str, Any] = {"tokens": sum(r.length for r in rows), "layout": layout}
     with measured(device, result):
-        totals = worker._micro_batch(tuple(rows)) if layout == "padded" else worker.accumulate(rows)
+        totals = worker.accumulate(rows, [tuple(rows)] if layout == "padded" else None)
     base: Any = policy.model.get_base_model()
     config = base.config
     parameters = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
