@@ -10,6 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from draco.checkpoint import checkpoints
 from draco.errors import ConfigError, DracoError, TrainingStopped
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
         log.warning("SIGTERM: stopped; %s", go_on)
         raise SystemExit(EXIT_REQUEUE) from None
     except TrainingStopped as error:
-        raise TrainingStopped(f"{error}; its state is saved, {go_on}") from error
+        saved = checkpoints(Path(config.run))
+        kept = f"saved up to {saved[-1].name}" if saved else "no step was complete, so nothing is saved yet"
+        raise TrainingStopped(f"{error}; {kept}, {go_on}") from error
     if summary:
         closing_table(summary, Console())
     return summary

@@ -78,7 +78,7 @@ class GRPOModule(LightningModule):
         self.batches_done = 0  #: our batch counter: the x axis of every log
         self.bad_steps = 0  #: non-finite steps in a row
         self.lr = 0.0  #: of the last optimizer step
-        self.mismatched = False  #: engine and trainer disagree on this batch: it made no update
+        self.mismatched = False  #: engine and trainer disagree on this batch: it makes no update from there on
         #: weights, optimizer and counters belong to `batches_done`, whose archive and metrics are written
         self.whole = True
         self.record: StepRecord | None = None
@@ -309,8 +309,8 @@ class GRPOModule(LightningModule):
         if self.mismatched:
             raise TrainingStopped(
                 f"engine and trainer differ by {self.record.metrics['engine/mismatch_abs']:.3g} nats a token, more "
-                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no update, and the last "
-                "checkpoint is intact: wrong adapter, chat template or temperature in the engine?"
+                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no update from there on, and the "
+                "last checkpoint is intact: wrong adapter, chat template or temperature in the engine?"
             )
         if self.bad_steps >= self.update_options.max_bad_steps:
             raise TrainingStopped(

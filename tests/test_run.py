@@ -221,7 +221,7 @@ def test_a_guard_stops_the_run_with_its_state_and_says_how_to_go_on(tmp_path: Pa
     GlobalHydra.instance().clear()
     with initialize_config_module("conf", version_base="1.3"):
         config = compose("train", [*QUICK, *options, "credit.stage._target_=test_run.Poisoned", f"run={run}"])
-    with pytest.raises(TrainingStopped, match=f"non-finite.*its state is saved, go on with: .* resume={run}"):
+    with pytest.raises(TrainingStopped, match=f"non-finite.*saved up to step=\\d+, go on with: .* resume={run}"):
         _job(config, [], str(run), sweeping=False)
     (saved,) = checkpoints(run)
     state = json.loads((saved / "state.json").read_text())
