@@ -309,8 +309,8 @@ class GRPOModule(LightningModule):
         if self.mismatched:
             raise TrainingStopped(
                 f"engine and trainer differ by {self.record.metrics['engine/mismatch_abs']:.3g} nats a token, more "
-                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no update from there on, and the "
-                "last checkpoint is intact: wrong adapter, chat template or temperature in the engine?"
+                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no update from there on, and "
+                "the last checkpoint is intact: wrong adapter, chat template or temperature in the engine?"
             )
         if self.bad_steps >= self.update_options.max_bad_steps:
             raise TrainingStopped(
