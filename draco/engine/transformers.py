@@ -80,7 +80,9 @@ class TransformersEngine(Engine):
         while True:
             for place, row in enumerate(places):
                 if row is None and waiting:
-                    places[place], fed[place] = waiting.popleft(), 0
+                    admitted = waiting.popleft()
+                    admitted.start()
+                    places[place], fed[place] = admitted, 0
             alive = [place for place, row in enumerate(places) if row is not None]
             if not alive:
                 return
@@ -147,6 +149,8 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def _lockstep(self, policy: Policy, rows: list[Rollout], temperature: float) -> Iterator[Rollout]:
         """At position t each row takes its next forced token or the token just sampled: no padding and no mask."""
+        for row in rows:
+            row.start()
         model, device = policy.model, policy.device
         cache = slab_cache(model.config)
         ready = min(len(r.token_ids) for r in rows)

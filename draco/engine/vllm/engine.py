@@ -442,10 +442,11 @@ class VllmEngine(Engine):
 
     async def _episode(self, job: _Job, rollout: Rollout, places: asyncio.Semaphore) -> None:
         """Drive one rollout to its end, whatever happens on the way."""
-        left = rollout.time_left
         try:
-            async with asyncio.timeout(None if left == math.inf else left):
-                async with places:
+            async with places:
+                rollout.start()
+                left = rollout.time_left
+                async with asyncio.timeout(None if left == math.inf else left):
                     while rollout.termination is None:
                         await self._turn(job, rollout)
         except TimeoutError:
