@@ -319,6 +319,15 @@ def test_no_route_leads_to_an_answer(environment: AppWorldEnvironment, name: str
     assert seen[1] == "still here"
 
 
+def test_no_line_is_a_magic(environment: AppWorldEnvironment) -> None:
+    """Neither what reads as Python and would be one by IPython's automagic, nor what is marked as one."""
+    lines = ["ls -l", "alias", "sx", "reset -f", "pwd", "%ls", "%sx ls", "!ls", "%%bash\nls", "ls?"]
+    seen, _ = run(environment, TASKS[0], "x = 5", *lines, "print(x)")
+    assert seen[-1] == "5"
+    for line, shown in zip(lines, seen[1:-1], strict=True):
+        assert "NameError" in shown or "Syntax" in shown, (line, shown)
+
+
 @pytest.mark.parametrize("name", sorted(routes("")))
 def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldEnvironment, name: str) -> None:
     """Without it the kernel says no: whatever an agent finds in Python, the files are not there for it."""

@@ -456,6 +456,7 @@ class World:
             max_interactions=1_000_000, raise_on_unsafe_syntax=guarded, null_patch_unsafe_execution=guarded,
             gc_threshold=None,
         )  # fmt: skip
+        self.world.shell.automagic = False  # else `ls -l` is a command: the syntax tree shows a subtraction
         for name in ("ApiCollection", "Requester", "requester", "get_ipython", "exit", "quit", "open"):
             self.world.shell.user_ns.pop(name, None)
         self._save, self.world._save_state = self.world._save_state, self._save_whole
