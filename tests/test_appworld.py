@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -410,6 +411,28 @@ def test_a_killed_server_takes_its_children_with_it() -> None:
     else:
         raise AssertionError("the episode's process outlived its server")
     environment.close()
+
+
+def test_a_killed_trainer_leaves_no_folder() -> None:
+    program = (
+        "import sys, time\nfrom draco.env.appworld import AppWorldEnvironment\n"
+        "e = AppWorldEnvironment(*sys.argv[1:])\np = e.open(e.tasks('train')[0], seed=0)\np.step(['x = 1'])\n"
+        "print(p._slot.server.pid, flush=True)\ntime.sleep(600)"
+    )
+    client = subprocess.Popen(
+        [sys.executable, "-c", program, PYTHON, DATA], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    pid = int(client.stdout.readline())
+    stage = Path(json.loads(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])["root"])
+    assert stage.is_dir()
+    client.kill()
+    client.communicate()
+    for _ in range(400):
+        if not stage.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{stage} is left")
 
 
 # --- training and evaluating ---

@@ -123,8 +123,11 @@ class Server:
                         self._hear(key.data)
                 self._expire()
         finally:
-            for child in list(self.children.values()):
-                self._kill(child)
+            try:
+                for child in list(self.children.values()):
+                    self._kill(child)
+            finally:  # a client that was killed cannot
+                shutil.rmtree(self.options["root"], ignore_errors=True)
 
     def _request(self, message: dict[str, Any]) -> None:
         number, op = message.get("id"), message.get("op")
