@@ -1,8 +1,9 @@
 """One rollout as a state machine over token ids, independent of the engine that samples.
 
-An engine looks at `token_ids`: while it has fewer model inputs than tokens, it feeds them; when it has fed them all it
-samples one and calls `push`. When `push` returns True the turn is over and `finish_turn` runs the environment and
-appends the gap tokens. `termination` is set once the episode has ended.
+An engine calls `start` when it has a place for the rollout, then looks at `token_ids`: while it has fewer model inputs
+than tokens, it feeds them; when it has fed them all it samples one and calls `push`. When `push` returns True the turn
+is over and `finish_turn` runs the environment and appends the gap tokens. `termination` is set once the episode has
+ended.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Limits:
     max_prompt_tokens: int = 4096  #: tasks with longer prompts are filtered before training
     max_response_tokens: int = 24576  #: over all turns of a trajectory, observations included
     max_turn_tokens: int = 0  #: sampled tokens a turn; 0 = no cap
-    deadline_s: float = 0.0  #: wall clock a trajectory; 0 = none
+    deadline_s: float = 0.0  #: wall clock a trajectory from its start on, waiting for a place left out; 0 = none
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_prompt_tokens", "max_response_tokens"):
@@ -87,12 +88,19 @@ class Rollout:
         self._turn, self._turn_start = 0, self.prompt_tokens
         self._reminded = False
         self._end_state = ""
-        self._started = time.monotonic()
-        self._deadline = self._started + limits.deadline_s if limits.deadline_s else math.inf
+        self._started: float | None = None
+        self._deadline = math.inf
         self._env_s = 0.0
         stop = episode.format.stop
         self.stop, self._may_finish = stop, chat.may_finish(stop) if stop else frozenset()
         self._uniforms = _Uniforms(seed)
+
+    def start(self) -> None:
+        """Start the clock of deadline and timings: the rollout has a place now. Later calls change nothing."""
+        if self._started is None:
+            self._started = time.monotonic()
+            if self.limits.deadline_s:
+                self._deadline = self._started + self.limits.deadline_s
 
     def uniform(self) -> float:
         """Next number in [0, 1) of the trajectory's own generator: one a sampled token."""
@@ -100,6 +108,7 @@ class Rollout:
 
     def push(self, token: int, logprob: float) -> bool:
         """Append one sampled token; True if it ends the turn, after which `finish_turn` must be called."""
+        self.start()  # at the latest
         self.token_ids.append(token)
         self.step_of.append(len(self.steps))
         self.logprobs.append(logprob)
@@ -121,7 +130,7 @@ class Rollout:
 
     @property
     def time_left(self) -> float:
-        """Seconds to the deadline; infinite without one."""
+        """Seconds to the deadline; infinite without one, and before `start`."""
         return self._deadline - time.monotonic()
 
     def overdue(self) -> bool:
@@ -291,7 +300,10 @@ class Rollout:
             seed=self.seed,
             end_state=self._end_state,
             error=self.error,
-            timings={"total_s": time.monotonic() - self._started, "env_s": self._env_s},
+            timings={
+                "total_s": 0.0 if self._started is None else time.monotonic() - self._started,
+                "env_s": self._env_s,
+            },
         )
 
 

@@ -100,7 +100,7 @@ if [ -z "$data" ]; then
     echo '  scripts/setup_appworld.sh --data download     the real tasks (or --data mini to try things out)'
 elif [ "$data" = mini ]; then
     echo '  make test-appworld                            the AppWorld tests, on these tasks'
-    echo "  python train.py env=appworld env.python=$venv/bin/python env.data=$into judge=litellm judge.model=PROVIDER/MODEL tasks_per_step=3 …"
+    echo "  python train.py env=appworld env.python=$venv/bin/python env.data=$into policy=hf policy.path=MODEL judge=litellm judge.model=PROVIDER/MODEL tasks_per_step=3 …"
 else
     echo '  python train.py experiment=appworld_qwen36_27b                    training (see conf/experiment/)'
     echo '  python scripts/evaluate.py run=runs/NAME env=appworld split=test_normal,test_challenge n=3 checkpoints=last3'

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -319,6 +320,15 @@ def test_no_route_leads_to_an_answer(environment: AppWorldEnvironment, name: str
     assert seen[1] == "still here"
 
 
+def test_no_line_is_a_magic(environment: AppWorldEnvironment) -> None:
+    """Neither what reads as Python and would be one by IPython's automagic, nor what is marked as one."""
+    lines = ["ls -l", "alias", "sx", "reset -f", "pwd", "%ls", "%sx ls", "!ls", "%%bash\nls", "ls?"]
+    seen, _ = run(environment, TASKS[0], "x = 5", *lines, "print(x)")
+    assert seen[-1] == "5"
+    for line, shown in zip(lines, seen[1:-1], strict=True):
+        assert "NameError" in shown or "Syntax" in shown, (line, shown)
+
+
 @pytest.mark.parametrize("name", sorted(routes("")))
 def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldEnvironment, name: str) -> None:
     """Without it the kernel says no: whatever an agent finds in Python, the files are not there for it."""
@@ -401,6 +411,28 @@ def test_a_killed_server_takes_its_children_with_it() -> None:
     else:
         raise AssertionError("the episode's process outlived its server")
     environment.close()
+
+
+def test_a_killed_trainer_leaves_no_folder() -> None:
+    program = (
+        "import sys, time\nfrom draco.env.appworld import AppWorldEnvironment\n"
+        "e = AppWorldEnvironment(*sys.argv[1:])\np = e.open(e.tasks('train')[0], seed=0)\np.step(['x = 1'])\n"
+        "print(p._slot.server.pid, flush=True)\ntime.sleep(600)"
+    )
+    client = subprocess.Popen(
+        [sys.executable, "-c", program, PYTHON, DATA], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    pid = int(client.stdout.readline())
+    stage = Path(json.loads(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])["root"])
+    assert stage.is_dir()
+    client.kill()
+    client.communicate()
+    for _ in range(400):
+        if not stage.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{stage} is left")
 
 
 # --- training and evaluating ---

@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 
 from draco.agent import Limits, Rollout
 from draco.chat import ChatFormat
+from draco.engine.base import at_a_time
+from draco.engine.transformers import TransformersEngine
 from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
 from draco.env.appworld.client import ForkServer, ServerOptions
 from draco.env.appworld.environment import pack_state, unpack_state
@@ -152,7 +154,7 @@ def test_back_pressure_waits_in_order_and_gives_up_in_words() -> None:
         await pool.close(first)
         await pool.close(first)  # twice is once
         second = await waiting[0]
-        with pytest.raises(PoolBusy, match=r"1 episodes are open; raise env\.places"):
+        with pytest.raises(PoolBusy, match=r"1 episodes are open; raise env\.environment\.places"):
             await waiting[1]
         with pytest.raises(UnknownEpisode):
             await pool.execute(first, "ok")
@@ -160,6 +162,35 @@ def test_back_pressure_waits_in_order_and_gives_up_in_words() -> None:
         assert pool.live == 0
 
     with_pool(body, places=1, queue_s=0.3)
+
+
+def test_a_queue_that_moves_is_waited_for_however_long() -> None:
+    async def body(pool: Pool) -> None:
+        async def one() -> None:
+            slot = await pool.open("s1_1")
+            await asyncio.sleep(0.2)
+            await pool.close(slot)
+
+        await asyncio.gather(*(one() for _ in range(20)))  # the last waits two seconds at least
+
+    with_pool(body, places=2, queue_s=1.0)
+
+
+def test_the_engine_has_no_more_episodes_on_their_way_than_places(
+    environment: AppWorldEnvironment, policy: Policy
+) -> None:
+    (task,) = environment.tasks("train")
+    limits = Limits(max_turns=1, max_response_tokens=4)
+    rows = [
+        Rollout(environment.open(task, seed=i), policy.chat, limits, task=task, sample=i, seed=i, policy_version=0)
+        for i in range(7)
+    ]
+    assert at_a_time(rows, 5) == 2
+    assert at_a_time(rows, 1) == 1
+    stream = TransformersEngine().run(policy, rows, temperature=1.0)
+    next(stream)
+    assert sum(r._started is not None for r in rows) == 2
+    assert len(list(stream)) == 6
 
 
 def test_one_dead_server_takes_no_other_with_it() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,28 @@ def test_deadline_ends_a_row_in_the_middle_of_a_turn(policy: Policy) -> None:
     (t,) = finish(policy, [row])
     assert t.termination is Termination.DEADLINE
     assert all(j < len(t.steps) for j in t.step_of)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_waiting_for_a_place_takes_nothing_of_the_deadline(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, ragged: bool
+) -> None:
+    clock = [0.0]  # a pass takes a second: of two rows one after the other, each ends well within its own deadline
+    monkeypatch.setattr("draco.agent.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("draco.engine.transformers.decodes_ragged", lambda model: ragged)
+    ticks = policy.model.register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 1))
+    alone: list[float] = []
+    try:
+        for row in rollouts(policy, 3):
+            alone.append(-clock[0])
+            finish(policy, [row])
+            alone[-1] += clock[0]
+        limits = replace(LIMITS, deadline_s=max(alone) + 1)
+        done = finish(policy, rollouts(policy, 3, limits=limits), max_batch=1)
+    finally:
+        ticks.remove()
+    assert sum(alone) > limits.deadline_s + 1
+    assert Termination.DEADLINE not in [t.termination for t in done]
 
 
 def test_slab_cache_grows_and_selects(policy: Policy) -> None:

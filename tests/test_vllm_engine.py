@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +295,26 @@ def test_a_straggler_ends_by_deadline_and_holds_nobody_up(
     (row,) = run(engine, policy, rollouts(policy, limits=Limits(deadline_s=0.5)))
     assert row.termination is Termination.DEADLINE
     assert row.episode.closed == 1  # type: ignore[attr-defined]
+
+
+def test_waiting_for_a_place_takes_nothing_of_the_deadline(
+    start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [0.0]
+    monkeypatch.setattr("draco.agent.time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
+
+    class Slow(EchoEpisode):
+        def step(self, actions: Sequence[str]) -> Reply:
+            late[0] += 1000.0
+            return super().step(actions)
+
+    engine, policy = opened(start(), concurrency=1)  # type: ignore[misc]
+    rows = [*rollouts(policy, episode=Slow), *rollouts(policy, size=2, limits=Limits(deadline_s=500.0))]
+    assert run(engine, policy, rows) == rows  # one after the other
+    assert [r.termination for r in rows] == [Termination.SUBMITTED] * 3
+    seconds = [r.trajectory().timings["total_s"] for r in rows]
+    assert seconds[0] >= 1000.0
+    assert max(seconds[1:]) < 500.0
 
 
 def test_an_interrupted_batch_closes_its_episodes(

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING
 
 from draco.agent import Rollout
 
+__all__ = ["Engine", "at_a_time"]
+
 if TYPE_CHECKING:
     from draco.policy import Policy
 
-__all__ = ["Engine"]
+
+def at_a_time(rollouts: Sequence[Rollout], most: int) -> int:
+    """How many of the rollouts may be on their way at once: `most`, or fewer where their environment has fewer places.
+
+    One beyond that would hold a worker thread while it waits for a place that another gives back only by a thread.
+    """
+    return min([most, *(r.episode.places for r in rollouts if r.episode.places is not None)])
 
 
 class Engine(ABC):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draco.agent import Rollout
 from draco.checks import whole
-from draco.engine.base import Engine
+from draco.engine.base import Engine, at_a_time
 from draco.engine.cache import select_rows, slab_cache
 from draco.engine.ragged import RaggedBatch, RaggedCache, decodes_ragged, ragged_attention
 from draco.types import Termination
@@ -35,7 +35,7 @@ class TransformersEngine(Engine):
     """Decodes in the trainer's process and on its thread.
 
     Args:
-        max_batch: rollouts decoded together; further ones wait.
+        max_batch: rollouts decoded together, and no more than their environment has places for; further ones wait.
         max_chunk_tokens: tokens of prompts and observations that one forward pass takes, over all rows; the rest waits
             for the next one. It bounds the memory of a pass.
         env_threads: worker threads that step environments; 0 steps them on the caller's thread.
@@ -66,21 +66,24 @@ class TransformersEngine(Engine):
             if decodes_ragged(policy.model):
                 yield from self._ragged(policy, rollouts, temperature)
             else:
-                for start in range(0, len(rollouts), self.max_batch):
-                    yield from self._lockstep(policy, list(rollouts[start : start + self.max_batch]), temperature)
+                most = at_a_time(rollouts, self.max_batch)
+                for start in range(0, len(rollouts), most):
+                    yield from self._lockstep(policy, list(rollouts[start : start + most]), temperature)
         finally:
             torch.set_num_threads(before)
 
     @torch.inference_mode()
     def _ragged(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
         waiting = deque(rollouts)
-        places: list[Rollout | None] = [None] * min(self.max_batch, len(rollouts))
+        places: list[Rollout | None] = [None] * min(at_a_time(rollouts, self.max_batch), len(rollouts))
         fed = [0] * len(places)  #: tokens of the row in the cache
         cache = RaggedCache(len(places))
         while True:
             for place, row in enumerate(places):
                 if row is None and waiting:
-                    places[place], fed[place] = waiting.popleft(), 0
+                    admitted = waiting.popleft()
+                    admitted.start()
+                    places[place], fed[place] = admitted, 0
             alive = [place for place, row in enumerate(places) if row is not None]
             if not alive:
                 return
@@ -147,6 +150,8 @@ class TransformersEngine(Engine):
     @torch.inference_mode()
     def _lockstep(self, policy: Policy, rows: list[Rollout], temperature: float) -> Iterator[Rollout]:
         """At position t each row takes its next forced token or the token just sampled: no padding and no mask."""
+        for row in rows:
+            row.start()
         model, device = policy.model, policy.device
         cache = slab_cache(model.config)
         ready = min(len(r.token_ids) for r in rows)

@@ -104,6 +104,7 @@ class Episode(ABC):
 
     opening: tuple[Message, ...]  #: system and user message
     format: ActionFormat
+    places: int | None = None  #: episodes that its environment can hold at a time; None: any number
 
     @abstractmethod
     def step(self, actions: Sequence[str]) -> Reply:

@@ -29,7 +29,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from draco.agent import Rollout
 from draco.background import BackgroundLoop
 from draco.distributed import gather
-from draco.engine.base import Engine
+from draco.engine.base import Engine, at_a_time
 from draco.engine.vllm.adapters import PREFIX, Adapter, AdapterStore
 from draco.engine.vllm.client import Completion, ModelMissing, Server, ServerBusy
 from draco.engine.vllm.launch import BASE, Launch, Launched, local_rank
@@ -91,7 +91,7 @@ class VllmEngine(Engine):
         retries: of a request or an adapter push, on other servers where there are some.
         request_timeout_s: of one request.
         cooldown_s: a lost server rests so long.
-        concurrency: trajectories in flight; further ones wait.
+        concurrency: trajectories in flight, and no more than their environment has places for; further ones wait.
         env_threads: worker threads that step environments.
         threads: CPU threads of a launched server on a CPU; None = 1.
         adapter_dir: where adapter versions are written; None = ``RUN/adapters``.
@@ -435,17 +435,18 @@ class VllmEngine(Engine):
             for index, seat in enumerate(self._seats):
                 if adapter.name not in seat.adapters:  # lost while it was pushed
                     job.router.lost(index)
-            places = asyncio.Semaphore(self.concurrency)
+            places = asyncio.Semaphore(at_a_time(rollouts, self.concurrency))
             async with asyncio.TaskGroup() as group:
                 for rollout in rollouts:
                     group.create_task(self._episode(job, rollout, places))
 
     async def _episode(self, job: _Job, rollout: Rollout, places: asyncio.Semaphore) -> None:
         """Drive one rollout to its end, whatever happens on the way."""
-        left = rollout.time_left
         try:
-            async with asyncio.timeout(None if left == math.inf else left):
-                async with places:
+            async with places:
+                rollout.start()
+                left = rollout.time_left
+                async with asyncio.timeout(None if left == math.inf else left):
                     while rollout.termination is None:
                         await self._turn(job, rollout)
         except TimeoutError:

@@ -83,6 +83,7 @@ class AppWorldEpisode(Episode):
     def __init__(self, environment: AppWorldEnvironment, task: Task) -> None:
         self.format = CODE
         self.opening = opening(task, thinking=environment.thinking)
+        self.places = environment.places
         self.mistakes: list[str] = []  #: kinds of the agent's mistakes that the environment caught
         self._environment, self._task = environment, task
         self._slot: Slot | None = None
@@ -142,7 +143,8 @@ class AppWorldEnvironment(Environment):
         thinking: the prompt for a model that thinks before it acts.
         observation_tokens: longer outputs are cut at a line end.
         tokenizer, tokenizer_gguf: whose tokens those are (`policy.path`, `policy.gguf_file`); None estimates.
-        places: live episodes at most, about 60 MB each; further ones wait up to `queue_s`.
+        places: live episodes at most, about 60 MB each; engines hold further rollouts back.
+        queue_s: who waits for a place nevertheless gives up when no episode has ended for so long.
         servers: fork servers.
         soft_s: AppWorld's own timeout of a code block, which the agent reads of and survives.
         execute_s: deadline of a code block: its process is killed and the episode is over.
@@ -191,6 +193,7 @@ class AppWorldEnvironment(Environment):
             limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=required,
             guard=guard, server=server,
         )  # fmt: skip
+        self.places = places
         self._pool_options = {
             "places": places, "servers": servers, "open_s": open_s, "execute_s": execute_s, "queue_s": queue_s,
         }  # fmt: skip

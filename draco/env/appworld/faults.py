@@ -7,7 +7,7 @@ AppWorldFault (an EnvironmentFault: the episode ends as `environment_error`, qua
 ├── WorkerDied       the episode's process, or the server, is gone and the agent's code did not end it
 ├── EngineFailed     AppWorld itself raised
 ├── TooSlow          opening or scoring passed its deadline
-├── PoolBusy         no place became free in time
+├── PoolBusy         no place, and no episode ended in time
 └── ProtocolBroken   an answer that the protocol does not know
 
 What the agent does wrong (unsafe code, an endless loop, a crash of its own process, exceptions) is an observation.
@@ -62,7 +62,7 @@ class TooSlow(AppWorldFault):
 
 
 class PoolBusy(AppWorldFault):
-    """No place became free in time."""
+    """All places are taken, and no episode ended in time."""
 
 
 class ProtocolBroken(AppWorldFault):

@@ -1,7 +1,8 @@
 """Fork servers behind one door: places for live episodes, a queue in order of arrival, servers started when needed.
 
-Back-pressure: at most `places` episodes are open at a time. Whoever opens one more waits for a place, and gives up with
-`PoolBusy` after `queue_s`. A server that died is replaced at the next `open`; the episodes that it had are gone.
+Back-pressure: at most `places` episodes are open at a time. Whoever opens one more waits for a place as long as others
+end: it gives up with `PoolBusy` when none has for `queue_s`. A server that died is replaced at the next `open`; the
+episodes that it had are gone.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Pool:
         places: live episodes at most; each takes about 60 MB.
         servers: fork servers to spread them over.
         open_s, execute_s: deadlines; a process that passes its own is killed.
-        queue_s: how long `open` waits for a place.
+        queue_s: how long `open` waits while no episode ends; each end starts it anew.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Pool:
         self._live = [0] * servers
         self._starting = [asyncio.Lock() for _ in range(servers)]
         self._free = asyncio.Semaphore(places)
+        self._waiting: set[asyncio.Timeout] = set()
         self._tidying: set[asyncio.Task[None]] = set()
         self.restarts = 0  #: servers that had to be replaced
 
@@ -91,13 +93,7 @@ class Pool:
         Raises:
             AppWorldFault: no place in time, or it could not be opened.
         """
-        try:
-            await asyncio.wait_for(self._free.acquire(), self.queue_s)
-        except TimeoutError:
-            raise PoolBusy(
-                f"no place became free in {self.queue_s} s: {self.live} episodes are open; raise env.places (about "
-                "60 MB each) or open fewer at a time"
-            ) from None
+        await self._place()
         index = min(range(len(self._live)), key=self._live.__getitem__)
         self._live[index] += 1
         server, experiment = None, f"e{secrets.token_hex(8)}"
@@ -113,6 +109,20 @@ class Pool:
             raise
         return Slot(server, experiment, task, float(ready["init_s"]))
 
+    async def _place(self) -> None:
+        try:
+            async with asyncio.timeout(self.queue_s) as clock:
+                self._waiting.add(clock)
+                try:
+                    await self._free.acquire()
+                finally:
+                    self._waiting.discard(clock)
+        except TimeoutError:
+            raise PoolBusy(
+                f"no episode ended in {self.queue_s} s, and no place is free: {self.live} episodes are open; raise "
+                "env.environment.places (about 60 MB each) or open fewer at a time"
+            ) from None
+
     async def _server(self, index: int) -> ForkServer:
         async with self._starting[index]:
             server = self._servers[index]
@@ -127,7 +137,14 @@ class Pool:
 
     def _leave(self, index: int) -> None:
         self._live[index] -= 1
+        self._release()
+
+    def _release(self) -> None:
         self._free.release()
+        until = asyncio.get_running_loop().time() + self.queue_s
+        for clock in self._waiting:
+            if not clock.expired():
+                clock.reschedule(until)
 
     async def execute(self, slot: Slot, code: str) -> Executed:
         """Run one block. What the agent does wrong is in the answer.
@@ -174,7 +191,7 @@ class Pool:
             if slot.server in self._servers:
                 self._leave(self._servers.index(slot.server))
             else:
-                self._free.release()
+                self._release()
 
     async def stop(self) -> None:
         """End every server and every episode."""

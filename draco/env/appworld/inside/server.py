@@ -123,8 +123,11 @@ class Server:
                         self._hear(key.data)
                 self._expire()
         finally:
-            for child in list(self.children.values()):
-                self._kill(child)
+            try:
+                for child in list(self.children.values()):
+                    self._kill(child)
+            finally:  # a client that was killed cannot
+                shutil.rmtree(self.options["root"], ignore_errors=True)
 
     def _request(self, message: dict[str, Any]) -> None:
         number, op = message.get("id"), message.get("op")
@@ -456,6 +459,7 @@ class World:
             max_interactions=1_000_000, raise_on_unsafe_syntax=guarded, null_patch_unsafe_execution=guarded,
             gc_threshold=None,
         )  # fmt: skip
+        self.world.shell.automagic = False  # else `ls -l` is a command: the syntax tree shows a subtraction
         for name in ("ApiCollection", "Requester", "requester", "get_ipython", "exit", "quit", "open"):
             self.world.shell.user_ns.pop(name, None)
         self._save, self.world._save_state = self.world._save_state, self._save_whole
