@@ -55,6 +55,12 @@ def _compose() -> None:
             raise
         _say(explained(error, sys.argv[1:]))
         sys.exit(2)
+    except ValueError as error:  # of Hydra, which takes no null for a group: those of a job have been answered too
+        if detailed or "Config group override" not in str(error):
+            raise
+        nulls = [a.split("=", 1)[0] for a in sys.argv[1:] if a.endswith("=null") and "." not in a]
+        _say(f"{error}; leave a group out with ~GROUP{''.join(f', here perhaps ~{n}' for n in nulls)}")
+        sys.exit(2)
     except OSError as error:  # of Hydra, which makes the run folder: those of a job have been answered by `_main`
         if detailed:
             raise

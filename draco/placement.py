@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from draco.distributed import barrier, broadcast, launched, world_size
 from draco.errors import ConfigError
+from draco.runchecks import check
 
 __all__ = ["fetch_weights", "launch_processes", "nearest", "on_gpu", "place", "processes", "say_shares", "sharded"]
 
@@ -56,10 +57,14 @@ def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool
     """Replace this process by torchrun where the trainer wants several processes on this machine.
 
     Raises:
-        ConfigError: it wants several machines, or the job is one of a sweep.
+        ConfigError: it wants several machines, or GPUs that this one does not have, the job is one of a sweep, or the
+            configuration cannot work: said once here, and not by every process after they have all started.
     """
     local, nodes = processes(config)
-    if launched() > 1 or "TORCHELASTIC_RUN_ID" in os.environ or local * nodes == 1:
+    if launched() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if local * nodes == 1:
+        _check_gpus(config)
         return
     script = Path(sys.argv[0]).name
     if nodes > 1:
@@ -70,6 +75,8 @@ def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool
         )
     if sweeping:
         raise ConfigError(f"a sweep runs in one process and this trainer wants {local}; start one job at a time")
+    check(config)
+    _check_gpus(config)
     _check_strategy(config)
     named = any(o.split("=", 1)[0] in {"run", "resume"} for o in overrides)
     command = [
@@ -90,13 +97,15 @@ def place(config: DictConfig) -> None:
     """Give the trainer the processes that the launcher started, and refuse what cannot work with them.
 
     Raises:
-        ConfigError: the strategy knows one process, or the engine cannot sample from shards.
+        ConfigError: the strategy knows one process, this machine lacks the GPUs, or the engine cannot sample from
+            shards.
     """
     if launched() > 1:
         _check_strategy(config)
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         for key, value in {"devices": local, "num_nodes": launched() // local}.items():
             OmegaConf.update(config, f"trainer.{key}", value, force_add=True)
+    _check_gpus(config)
     if sharded(config) and config.engine.get("_target_") == _IN_PROCESS and not config.distributed.gather_for_rollouts:
         raise ConfigError(
             "engine=transformers cannot sample from a sharded policy: use engine=vllm (servers), or, if one device can "
@@ -111,6 +120,27 @@ def _check_strategy(config: DictConfig) -> None:
         f"several processes and trainer.strategy={config.trainer.get('strategy')}: use trainer=ddp or trainer=fsdp "
         "(ddp_multinode, fsdp_multinode on several machines)"
     )
+
+
+def _check_gpus(config: DictConfig) -> None:
+    """torch itself says no more than that some function is missing, in every process."""
+    if not on_gpu(config):
+        return
+    import torch
+
+    devices: Any = config.trainer.get("devices", 1)
+    have = torch.cuda.device_count()
+    if isinstance(devices, ListConfig):
+        needed = max((int(d) + 1 for d in devices), default=0)
+    else:
+        needed = 1 if devices in ("auto", -1, "-1") else int(devices)
+    if needed > have:
+        expected = f"trainer.devices up to {have}" if have else "a machine with GPUs"
+        split = "; leave out placement=split, which sets trainer.devices" if isinstance(devices, ListConfig) else ""
+        raise ConfigError(
+            f"trainer.devices={devices} but this machine has {have} GPUs; expected {expected}; choose trainer=cpu to "
+            f"train without GPUs{split}"
+        )
 
 
 def nearest(tasks: int, ranks: int) -> tuple[int, ...]:

@@ -42,6 +42,12 @@ def check(config: DictConfig) -> None:
     if needed := {k.removeprefix("rubric.stage.") for k in missing}:
         name = min(needed)
         raise ConfigError(f"{name} is not set, and this configuration needs it: add {name}=VALUE")
+    engine = config.engine
+    if "servers" in engine and not engine.servers and not engine.get("launch"):  # a ??? would not survive composition
+        raise ConfigError(
+            "engine.servers is not set, and this configuration launches none: add engine.servers=[http://HOST:8000,…], "
+            "or choose placement=colocated, placement=split or engine=vllm alone, which start their own"
+        )
     whole("steps", config.steps, 0)
     whole("tasks_per_step", config.tasks_per_step, 1)
     whole("group_size", config.group_size, 2)  # GRPO compares the rollouts of a group

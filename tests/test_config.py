@@ -54,9 +54,7 @@ def test_every_setting_builds(rubric: str, credit: str, tmp_path: Path) -> None:
 def test_every_option_composes_and_resolves(group: str, option: str, tmp_path: Path) -> None:
     config = configuration(f"{group}={option}", f"run={tmp_path}")
     missing = OmegaConf.missing_keys(config)
-    assert missing <= {
-        "judge.model", "rubric.stage.judge.model", "policy.path", "engine.servers", "engine.adapter_dir",
-    }  # fmt: skip
+    assert missing <= {"judge.model", "rubric.stage.judge.model", "policy.path"}
     filled = [f"{key}=x" for key in missing if "rubric" not in key]
     OmegaConf.to_container(configuration(f"{group}={option}", f"run={tmp_path}", *filled), resolve=True)
 
@@ -272,3 +270,11 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
         resume_config(tmp_path, given, [f"resume={tmp_path}", "seed=1"])
     with pytest.raises(ConfigError, match="no run there"):
         resume_config(tmp_path / "nowhere", given, [])
+
+
+@pytest.mark.parametrize("experiment", ["appworld_qwen36_27b", "appworld_qwen25_32b"])
+def test_an_experiment_names_its_placement_once_and_goes_without(experiment: str) -> None:
+    defaults = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").defaults
+    assert sum("override /placement" in entry for entry in defaults) == 1
+    assert configuration(f"experiment={experiment}").engine.launch.gpus == ["0,1,2,3", "4,5,6,7"]
+    assert configuration(f"experiment={experiment}", "~placement").engine.launch.gpus is None

@@ -62,6 +62,46 @@ def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPat
     assert command[1:] == [*expected, "trainer.devices=2", "run=x"]  # one folder for all processes
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement=remote"], r"engine\.servers is not set"),
+        (["placement=remote", "trainer=cpu", "trainer.devices=2"], r"engine\.servers is not set"),
+        (["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "policy=hf"], r"policy\.path is not set"),
+        (["placement=colocated"], r"trainer\.devices=8 but this machine has 0 GPUs; .* trainer=cpu"),
+        (["placement=split"], r"trainer\.devices=\[0, 1, 2, 3\] but .* leave out placement=split"),
+        (["trainer=gpu"], r"trainer\.devices=1 but this machine has 0 GPUs"),
+        (["trainer=fsdp_8gpu", "trainer.devices=auto"], r"trainer\.devices=auto but this machine has 0 GPUs"),
+    ],
+)
+def test_what_cannot_work_is_said_before_any_process_starts(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    with pytest.raises(ConfigError, match=message):
+        launch_processes(composed(*overrides), [], sweeping=False)
+
+
+def test_a_machine_may_have_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    started: list[object] = []
+    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    for placement in ("colocated", "split"):
+        config = composed(f"placement={placement}")
+        if placement == "colocated":
+            with pytest.raises(ConfigError, match=r"has 4 GPUs; expected trainer\.devices up to 4"):
+                launch_processes(config, [], sweeping=False)
+        else:
+            launch_processes(config, [], sweeping=False)
+    assert len(started) == 1
+
+
+def test_a_cpu_trainer_goes_with_servers_elsewhere() -> None:
+    config = composed("placement=remote", "trainer=cpu")
+    assert (config.trainer.accelerator, processes(config)) == ("cpu", (1, 1))
+
+
 def test_the_launcher_decides_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)

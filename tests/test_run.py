@@ -523,3 +523,9 @@ def test_wandb_offline_stays_in_the_run_folder(tmp_path: Path) -> None:
     assert "wandb: offline" in printed
     assert list(run.rglob("*.wandb"))
     assert not (tmp_path / "wandb").exists()
+
+
+def test_a_group_that_is_null_on_the_command_line_is_one_line() -> None:
+    said = shell("experiment=appworld_qwen36_27b", "placement=null", code=2)
+    assert "Traceback" not in said
+    assert "leave a group out with ~GROUP, here perhaps ~placement" in said

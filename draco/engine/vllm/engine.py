@@ -202,7 +202,7 @@ class VllmEngine(Engine):
         return min((seat.max_len for seat in self._seats if seat.max_len), default=None)
 
     def close(self) -> None:
-        """End launched servers; running ones forget this run's adapters when they are next asked to."""
+        """End launched servers. Running ones keep this run's last two adapters: nobody asks them to forget them."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._launched is not None:
@@ -220,7 +220,10 @@ class VllmEngine(Engine):
                     if self._launched:
                         self._launched.check()
                     if time.monotonic() > until:
-                        raise EngineError(f"{seat.url} is not healthy; is the server running and reachable from here?")
+                        option = "engine.launch" if self._launched else "engine.servers"
+                        raise EngineError(
+                            f"{option}: {seat.url} is not healthy; is the server running and reachable from here?"
+                        )
                     await asyncio.sleep(0.2)
                 if self.sleep:
                     await self._waken(server)
