@@ -19,9 +19,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
-from draco.checks import number, whole
+from draco.checks import listed, number, one_of, whole
 from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
 from draco.judge.breaker import Breaker
+from draco.judge.ensemble import RULES
 from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
@@ -123,11 +124,11 @@ class JudgeOptions:
         whole("judge.max_tokens", self.max_tokens, 1, optional=True)
         limits = ("requests_per_min", "tokens_per_min", "deadline_s", "group_deadline_s", "max_usd", "max_tokens_total")
         for name in limits:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise JudgeConfigError(f"judge.{name} is {value}; expected a number above 0, or null for no limit")
-        if not 0.0 <= self.max_failed_share <= 1.0:
-            raise JudgeConfigError(f"judge.max_failed_share is {self.max_failed_share}, expected a share from 0 to 1")
+            number(f"judge.{name}", getattr(self, name), 0, above=True, optional=True)
+        number("judge.max_failed_share", self.max_failed_share, 0, 1)
+        listed("judge.fallbacks", self.fallbacks)
+        listed("judge.members", self.members)
+        one_of("judge.ensemble", self.ensemble, tuple(RULES))
 
     def needs_store(self) -> bool:
         """Whether something of this judge must outlive the process."""
