@@ -8,7 +8,7 @@ from typing import Any
 
 from draco.errors import ConfigError
 
-__all__ = ["number", "one_of", "switch", "whole"]
+__all__ = ["listed", "number", "one_of", "switch", "whole"]
 
 
 def whole(name: str, value: Any, minimum: int, maximum: int | None = None, *, optional: bool = False) -> None:
@@ -70,6 +70,16 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     """
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}")
+
+
+def listed(name: str, value: Any) -> None:
+    """Check for a list: a text would count as the list of its letters.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name} is {_shown(value)}; expected a list, as in '{name}=[A, B]'; [] is none")
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import time
@@ -27,6 +28,7 @@ from draco.errors import ConfigError, DracoError
 from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
 from draco.judge.spend import Prices, Usage
+from draco.judge.transcript import DIGEST
 from draco.loader import TaskLoader
 from draco.policy import Policy
 from draco.stages import RubricStage, find_stage
@@ -317,33 +319,60 @@ def _kernels() -> str:
     return f"{torch.cuda.get_device_name()}: bfloat16 attention forward and backward"
 
 
+#: a fenced block of a prompt: its kind and its text
+_BLOCK = re.compile(r"<<<BEGIN (TRANSCRIPT|STEPS|OPENING|DIGEST) \S+>>>\n(.*?)<<<END \1", re.DOTALL)
+_STEP_TAGS = 120  #: characters of a step's tags and cut notes in a digest, at most
+
+
 def projected(
-    calls: Sequence[CallRecord], group_size: int, rollout_tokens: int, prices: Prices | None
+    calls: Sequence[CallRecord],
+    group_size: int,
+    limits: tuple[int, int, int],
+    price: Callable[[str], Prices | None],
 ) -> dict[str, tuple[float, float, float, float | None]]:
     """What a group's calls of each kind will take, from the calls on a made-up group of two.
 
-    A transcript in a prompt is replaced by one of `rollout_tokens`; nothing is supposed to come from a prefix cache.
+    Rollouts and their parts in a prompt are replaced by ones as long as limits allow; nothing is supposed to come from
+    a prefix cache. Each voter, and each repeat of one, counts at its own model's price.
+
+    Args:
+        calls: on the made-up group.
+        group_size: rollouts of a real one.
+        limits: tokens of a prompt and of a response, and turns, at most.
+        price: of a model; None = unknown.
 
     Returns:
         phase → (calls, input tokens, output tokens, USD or None) a group.
     """
+    prompt, response, turns = limits
     found: dict[str, tuple[float, float, float, float | None]] = {}
     for phase in dict.fromkeys(c.phase for c in calls):
-        mine = [c for c in calls if c.phase == phase]
-        whole = mine[0].sample < 0  # a call on the group
-        times = 1.0 if whole else float(group_size)
-        text = "".join(content for _, content in mine[0].messages)
-        shown = text.count("<<<BEGIN TRANSCRIPT")
-        inside = sum(len(part) for part in text.split("<<<BEGIN TRANSCRIPT")[1:] for part in [part.split("<<<END")[0]])
-        tokens_in = sum(c.tokens_in for c in mine) / len(mine)
-        tokens_out = sum(c.tokens_out for c in mine) / len(mine)
-        scale = group_size / 2 if whole and shown > 1 else 1.0
-        characters = max(len(text), 1)
-        tokens_in = tokens_in * (1 - inside / characters) + shown * scale * rollout_tokens
-        cost = None if prices is None else times * prices.cost(Usage(int(tokens_in), int(tokens_out)))
-        if all(c.cost_usd == 0.0 for c in mine):
-            cost = 0.0  # a judge that is free says so itself
-        found[phase] = (times, times * tokens_in, times * tokens_out, cost)
+        calls_n = all_in = all_out = 0.0
+        cost: float | None = 0.0
+        for voter in dict.fromkeys((c.model, c.repeat) for c in calls if c.phase == phase):
+            mine = [c for c in calls if c.phase == phase and (c.model, c.repeat) == voter]
+            whole = mine[0].sample < 0  # a call on the group
+            times = 1.0 if whole else float(group_size)
+            text = "".join(content for _, content in mine[0].messages)
+            tokens_in = sum(c.tokens_in for c in mine) / len(mine)
+            tokens_out = sum(c.tokens_out for c in mine) / len(mine)
+            per_character = tokens_in / max(len(text), 1)
+            digest = per_character * turns * (DIGEST.action + DIGEST.observation + _STEP_TAGS)
+            longest = {
+                "TRANSCRIPT": prompt + response, "STEPS": response, "OPENING": prompt, "DIGEST": min(response, digest),
+            }  # fmt: skip
+            blocks = _BLOCK.findall(text)
+            for kind, inside in blocks:
+                several = whole and sum(k == kind for k, _ in blocks) > 1  # one of each of the two rollouts
+                tokens_in += longest[kind] * (group_size / 2 if several else 1.0) - per_character * len(inside)
+            calls_n, all_in, all_out = calls_n + times, all_in + times * tokens_in, all_out + times * tokens_out
+            if any(c.cost_usd != 0.0 for c in mine):  # a judge that is free says so itself
+                each = price(voter[0])
+                if each is None or cost is None:
+                    cost = None
+                else:
+                    cost += times * each.cost(Usage(int(tokens_in), int(tokens_out)))
+        found[phase] = (calls_n, all_in, all_out, cost)
     return found
 
 
@@ -353,8 +382,8 @@ def _bill(
     """Rows with what each kind of call took, and what the whole run may cost at most."""
     assert client is not None
     with table.check("projected bill") as said:
-        longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-        each = projected(calls, config.group_size, longest, client.transport.price(client.model))
+        limits = (config.limits.max_prompt_tokens, config.limits.max_response_tokens, config.limits.max_turns)
+        each = projected(calls, config.group_size, limits, client.transport.price)
         for phase in each:
             mine = [c for c in calls if c.phase == phase]
             one = mine[0]

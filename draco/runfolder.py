@@ -32,7 +32,8 @@ _PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 #: how judge calls are carried and what they may cost: a resume may change it, for no reply depends on it
 _JUDGE = (
     "api_base", "concurrency", "requests_per_min", "tokens_per_min", "timeout_s", "max_retries", "max_usd",
-    "max_tokens_total", "on_model_change", "max_failed_share",
+    "max_tokens_total", "on_model_change", "max_failed_share", "prices", "deadline_s", "group_deadline_s", "fallbacks",
+    "fallback_s",
 )  # fmt: skip
 #: what a resume may change: length and placement
 RESUMABLE = (

@@ -542,8 +542,13 @@ def test_caps_and_prices_from_the_configuration(fake: FakeJudge) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"cache": "maybe"}, {"max_usd": 0}, {"requests_per_min": -1}, {"on_model_change": "x"}, {"max_failed_share": 2}],
-)
+    [
+        {"cache": "maybe"}, {"max_usd": 0}, {"requests_per_min": -1}, {"on_model_change": "x"}, {"max_failed_share": 2},
+        {"max_usd": "abc"}, {"max_failed_share": "abc"}, {"deadline_s": "abc"}, {"requests_per_min": "1"},
+        {"fallbacks": "openai/x"}, {"members": "openai/x"}, {"fallbacks": None}, {"ensemble": "foo"},
+        {"prices": {"input": float("nan"), "output": 1}}, {"prices": {"input": 1, "output": float("inf")}},
+    ],
+)  # fmt: skip
 def test_more_bad_options(options: dict[str, Any]) -> None:
-    with pytest.raises(JudgeConfigError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=rf"judge\.{next(iter(options))}"):
         JudgeClient("m", **options)

@@ -11,8 +11,9 @@ import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, group
 
 from callbacks.rubric.dynamic import DynamicRubric
-from draco.errors import ConfigError, JudgeConfigError
+from draco.errors import ConfigError
 from draco.judge.agreement import agreement_rates, count_votes
+from draco.judge.client import JudgeClient, JudgeConfigError
 from draco.judge.ensemble import RULES, Panel, Voter, panel_of
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.records import CallRecord, add_metrics, with_rates
@@ -177,3 +178,53 @@ def test_the_call_before_a_run_asks_every_member() -> None:
     with pytest.raises(JudgeConfigError, match=r"fake-judge/o.*no such model"):
         stage.check()
     stage.close()
+
+
+HERE = "http://127.0.0.1:9/v1"
+
+
+def test_members_are_asked_where_the_judge_is() -> None:
+    """A member without an address must never be asked elsewhere than its judge: transcripts would leave the site."""
+    own = {"model": "hosted_vllm/b", "api_base": "http://127.0.0.1:8/v1"}
+    keyed = {"model": "hosted_vllm/c", "api_key": "c-key-12345"}
+    judge = JudgeClient("hosted_vllm/a", api_base=HERE, api_key="a-key-12345", members=["hosted_vllm/a", own, keyed])
+    places = [(v.client.endpoint.model, v.client.endpoint.api_base, v.client.endpoint.api_key)  # type: ignore[attr-defined]
+              for v in panel_of(judge).voters]  # fmt: skip
+    assert places == [
+        ("hosted_vllm/a", HERE, "a-key-12345"),
+        ("hosted_vllm/b", "http://127.0.0.1:8/v1", None),  # nobody else gets the judge's key
+        ("hosted_vllm/c", HERE, "c-key-12345"),
+    ]
+    assert judge.redact("c-key-12345") == "[redacted]"
+    assert "c-key" not in repr(judge.options)
+
+
+def test_members_requests_carry_the_address() -> None:
+    fake = FakeJudge()
+    members = ["fake-judge/m", {"model": "fake-judge/b", "api_base": "http://127.0.0.1:8/v1"}]
+    stage = DynamicRubric(client(fake, api_base=HERE, members=members))
+    stage.check()
+    asked = [(a["model"], a["api_base"]) for a in fake.arguments]
+    assert asked == [("m", HERE), ("b", "http://127.0.0.1:8/v1")]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": "hosted_vllm/a"}, "judge.api_base"),
+        ({"model": "m/a", "members": ["hosted_vllm/a", "hosted_vllm/b"]}, "judge.members"),
+        ({"model": "m/a", "fallbacks": ["hosted_vllm/a"]}, "judge.fallbacks"),
+    ],
+)
+def test_a_server_of_ones_own_needs_an_address(
+    options: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOSTED_VLLM_API_BASE", raising=False)
+    with pytest.raises(ConfigError, match=f"without its address.*{named}"):
+        JudgeClient(**options)
+
+
+@pytest.mark.parametrize("entry", [3, {"name": "x"}, {"model": None}, ""])
+def test_a_bad_member_is_named(entry: Any) -> None:
+    with pytest.raises(ConfigError, match=r"judge\.members must be"):
+        client(FakeJudge(), members=[entry, "b"])

@@ -255,3 +255,22 @@ def test_the_archive_counts_as_it_was_measured(
     loader.position = 1
     with pytest.raises(ConfigError, match=r"archive 30 MB a step, 99 steps to go = 2\.97 GB"):
         plan_disk(tmp_path, policy, loader, OPTIONS, 10**6, refuse=True)
+
+
+def test_a_resume_may_change_what_errors_recommend(tmp_path: Path) -> None:
+    """The command line of a resume is composed with the default judge, whose file must name these options too."""
+    from hydra import compose, initialize_config_module
+
+    options = {
+        "prices": "{input: 1.0, output: 2.0}", "deadline_s": "5", "group_deadline_s": "6", "fallbacks": "[a/b]",
+        "fallback_s": "7",
+    }  # fmt: skip
+    overrides = [f"judge.{name}={value}" for name, value in options.items()]
+    with initialize_config_module("conf", version_base="1.3"):
+        given = compose("train", overrides)
+    write_config(OmegaConf.create({"run": str(tmp_path), "judge": {"model": "a/c"}}), tmp_path)
+    config = resume_config(tmp_path, given, [f"resume={tmp_path}", *overrides])
+    assert {name: config.judge[name] for name in options} == {
+        "prices": {"input": 1.0, "output": 2.0}, "deadline_s": 5, "group_deadline_s": 6, "fallbacks": ["a/b"],
+        "fallback_s": 7,
+    }  # fmt: skip

@@ -531,7 +531,7 @@ def test_the_policy_judges_through_the_served_adapter(
     verdict = {"title": "Says hello first", "evidence": "e", "justification": "j", "score": 1}
     for server in servers:
         server.reply = json.dumps({"verdicts": [verdict]})
-    judge = JudgeClient("hosted_vllm/unset", max_retries=0, timeout_s=20.0)
+    judge = JudgeClient("hosted_vllm/unset", api_base="http://127.0.0.1:9/v1", max_retries=0, timeout_s=20.0)
     for version in (1, 2):
         policy.version = version
         _perturb(policy, version)

@@ -19,9 +19,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
-from draco.checks import number, whole
+from draco.checks import listed, number, one_of, whole
 from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
 from draco.judge.breaker import Breaker
+from draco.judge.ensemble import RULES
 from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
@@ -75,7 +76,8 @@ class JudgeOptions:
     api_base: str | None = None  #: address of an OpenAI-compatible server
     api_key: str | None = field(default=None, repr=False)  #: where no environment variable can hold it; never recorded
     provider: str | None = None  #: `module:function` of a function that registers a custom litellm provider
-    fallbacks: Sequence[str | Mapping[str, Any]] = ()  #: models to ask, in turn, where this one gives no reply
+    #: models to ask, in turn, where this one gives no reply
+    fallbacks: Sequence[str | Mapping[str, Any]] = field(default=(), repr=False)
     fallback_s: float = 60.0  #: a model that gave no reply is passed over so long; doubles up to 10 min
     concurrency: int = 32  #: requests in flight at once, over all ranks
     requests_per_min: float | None = None  #: over all ranks; None = unlimited
@@ -92,7 +94,9 @@ class JudgeOptions:
     on_model_change: Literal["warn", "stop"] = "warn"  #: the provider serves another model or fingerprint than before
     max_failed_share: float = 0.25  #: more failed judgements than this share of a batch's trajectories stop the run
     plan: str = "paper"  #: or lean; read by the pipeline (`draco.judge.plan`)
-    members: Sequence[str] = ()  #: models that score together; empty: `model` alone (`draco.judge.ensemble`)
+    #: models that score together; empty: `model` alone (`draco.judge.ensemble`). Asked at `api_base` with `api_key`
+    #: unless they name their own
+    members: Sequence[str | Mapping[str, Any]] = field(default=(), repr=False)
     ensemble: str = "majority"  #: or unanimous, weighted: how the members' votes become a verdict
 
     def __post_init__(self) -> None:
@@ -120,11 +124,11 @@ class JudgeOptions:
         whole("judge.max_tokens", self.max_tokens, 1, optional=True)
         limits = ("requests_per_min", "tokens_per_min", "deadline_s", "group_deadline_s", "max_usd", "max_tokens_total")
         for name in limits:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise JudgeConfigError(f"judge.{name} is {value}; expected a number above 0, or null for no limit")
-        if not 0.0 <= self.max_failed_share <= 1.0:
-            raise JudgeConfigError(f"judge.max_failed_share is {self.max_failed_share}, expected a share from 0 to 1")
+            number(f"judge.{name}", getattr(self, name), 0, above=True, optional=True)
+        number("judge.max_failed_share", self.max_failed_share, 0, 1)
+        listed("judge.fallbacks", self.fallbacks)
+        listed("judge.members", self.members)
+        one_of("judge.ensemble", self.ensemble, tuple(RULES))
 
     def needs_store(self) -> bool:
         """Whether something of this judge must outlive the process."""
@@ -164,9 +168,11 @@ class JudgeClient:
         """
         self.options = o = JudgeOptions(model, **options)
         self.model, self.temperature = o.model, o.temperature
-        self.plan, self.members, self.ensemble = o.plan, tuple(o.members), o.ensemble
-        self.endpoints = (Endpoint(o.model, o.api_base, o.api_key), *(Endpoint.of(f) for f in o.fallbacks))
-        self.redact = Redactor(e.api_key for e in self.endpoints)
+        self.plan, self.ensemble = o.plan, o.ensemble
+        fallbacks = (Endpoint.of(f).placed() for f in o.fallbacks)
+        self.endpoints = (Endpoint(o.model, o.api_base, o.api_key).placed(), *fallbacks)
+        self.members = tuple(_member(m, self.endpoints[0]) for m in o.members)  #: who score; empty: `model` alone
+        self.redact = Redactor(e.api_key for e in (*self.endpoints, *self.members))
         self.transport = Transport(
             temperature=o.temperature,
             max_tokens=o.max_tokens,
@@ -256,7 +262,11 @@ class JudgeClient:
         names = ("api_base", "api_key", "timeout_s", "section")
         place = {name: arguments.pop(name) for name in names if name in arguments}
         self.redact.add(place.get("api_key"))
-        return JudgeMember(self, Endpoint(model, **place, arguments=arguments))
+        return JudgeMember(self, Endpoint(model, **place, arguments=arguments).placed())
+
+    def voters(self) -> tuple[JudgeMember, ...]:
+        """This judge's calls to each of its `members`."""
+        return tuple(JudgeMember(self, endpoint) for endpoint in self.members)
 
     # -- a call --------------------------------------------------------------------------------------------------
 
@@ -586,6 +596,14 @@ class JudgeMember:
 
     async def aclose(self) -> None:
         """The client closes what is open."""
+
+
+def _member(given: str | Mapping[str, Any], main: Endpoint) -> Endpoint:
+    """An entry of `judge.members`: where it names no address it is where the main model is, with the main key."""
+    own = Endpoint.of(given, "judge.members")
+    if own.api_base is None:
+        own = replace(own, api_base=main.api_base, api_key=own.api_key or main.api_key)
+    return own.placed()  # a key goes to no other address than its own
 
 
 def _name(served: tuple[str, str]) -> str:

@@ -174,11 +174,11 @@ def panel_of(client: Any) -> Panel:
     Raises:
         ConfigError: one member, one named twice, or an unknown rule.
     """
-    members = tuple(getattr(client, "members", ()))
-    if not members:
+    models = [endpoint.model for endpoint in getattr(client, "members", ())]
+    if not models:
         return Panel((Voter(client),))
-    if len(members) < 2 or len(set(members)) < len(members):
+    if len(models) < 2 or len(set(models)) < len(models):
         raise ConfigError(
-            f"judge.members is [{', '.join(members)}]; expected two or more different models, or none for judge.model"
+            f"judge.members is [{', '.join(models)}]; expected two or more different models, or none for judge.model"
         )
-    return Panel(tuple(Voter(client.with_model(model)) for model in members), client.ensemble)
+    return Panel(tuple(Voter(voter) for voter in client.voters()), client.ensemble)

@@ -6,6 +6,7 @@ None and a cap in USD is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ class Prices:
             return None
         try:
             made = cls(**{str(k): None if v is None else float(v) for k, v in given.items()})  # type: ignore[arg-type]
-            if min(made.input, made.output, made.cached or 0.0) < 0:
+            each = (made.input, made.output, made.cached or 0.0)
+            if min(each) < 0 or not all(map(math.isfinite, each)):
                 raise ValueError
         except (TypeError, ValueError, AttributeError):
             raise JudgeConfigError(

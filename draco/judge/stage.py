@@ -21,6 +21,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
+from draco.checks import number
 from draco.distributed import gather
 from draco.errors import ConfigError, JudgeError, TrainingStopped
 from draco.judge.client import JudgeClient
@@ -106,8 +107,7 @@ class JudgedRubric(BaseRubric):
             raise ConfigError(f"rubric order is {order!r}, expected batch or arrival")
         if max_failed_share is None:
             max_failed_share = judge.options.max_failed_share
-        if not 0.0 <= max_failed_share <= 1.0:
-            raise ConfigError(f"judge.max_failed_share is {max_failed_share}, expected a share between 0 and 1")
+        number("judge.max_failed_share", max_failed_share, 0, 1)
         self.client = judge
         self.caveats = tuple(caveats)
         self.order = order

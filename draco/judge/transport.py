@@ -22,12 +22,14 @@ from draco.judge.spend import Prices, Usage
 __all__ = ["Endpoint", "Fault", "Reply", "Transport"]
 
 _WHAT_TO_DO = {
-    "auth": "set the provider's key (for example OPENAI_API_KEY) or {place}.api_base",
-    "not_found": "check {place}.model and {place}.api_base",
-    "bad_request": "check {place}.model and its parameters; judge.temperature=null sends no temperature, "
+    "auth": "set the provider's key (for example OPENAI_API_KEY) or {base}",
+    "not_found": "check {model} and {base}",
+    "bad_request": "check {model} and its parameters; judge.temperature=null sends no temperature, "
     "judge.response_schema=off sends no schema",
 }
 
+#: options that list endpoints
+_LISTS = ("judge.members", "judge.fallbacks")
 #: providers' clients say so before they send anything, and litellm calls it a server error
 _NO_KEY = re.compile(r"missing (\w+ )?(credentials|api[ _-]?key)|api_key client option must be set", re.IGNORECASE)
 #: what litellm puts before the provider's own words
@@ -43,7 +45,31 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float | None = None  #: of one attempt; None: judge.timeout_s
     arguments: Mapping[str, Any] = field(default_factory=dict)  #: further ones of litellm's call
-    section: str = "judge"  #: of the configuration that names it, for error texts
+    #: of the configuration that names it, for error texts; or the option that lists it
+    section: str = field(default="judge", compare=False)
+
+    @property
+    def option(self) -> str:
+        """Where its model's name is set."""
+        return self.section if self.section in _LISTS else f"{self.section}.model"
+
+    @property
+    def base_option(self) -> str:
+        """Where its address is set."""
+        return f"api_base in {self.section}" if self.section in _LISTS else f"{self.section}.api_base"
+
+    def placed(self) -> Endpoint:
+        """Itself.
+
+        Raises:
+            JudgeConfigError: a server of one's own without an address. litellm would ask api.openai.com instead.
+        """
+        if self.model.startswith("hosted_vllm/") and not self.api_base and not os.getenv("HOSTED_VLLM_API_BASE"):
+            raise JudgeConfigError(
+                f"{self.option} names {self.model}, a server of your own, without its address: set {self.base_option}, "
+                "for example http://127.0.0.1:8000/v1"
+            )
+        return self
 
     @property
     def place(self) -> tuple[str, str | None]:
@@ -51,20 +77,22 @@ class Endpoint:
         return self.model, self.api_base
 
     @classmethod
-    def of(cls, given: str | Mapping[str, Any]) -> Endpoint:
-        """From an entry of `judge.fallbacks`: a name, or a mapping of the fields.
+    def of(cls, given: str | Mapping[str, Any], option: str = "judge.fallbacks") -> Endpoint:
+        """From an entry of `option`, a list: a name, or a mapping of the fields.
 
         Raises:
             JudgeConfigError: neither.
         """
-        if isinstance(given, str):
-            return cls(given)
         try:
-            return cls(**{str(k): v for k, v in given.items()})
+            fields = {"model": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
+            made = cls(**{"section": option, **fields})
         except (TypeError, AttributeError):
+            made = None
+        if made is None or not isinstance(made.model, str) or not made.model:
             raise JudgeConfigError(
-                "judge.fallbacks must be a list of model names or of mappings {model, api_base, api_key, timeout_s}"
-            ) from None
+                f"{option} must be a list of model names or of mappings {{model, api_base, api_key, timeout_s}}"
+            )
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +128,8 @@ class Fault(Exception):
         model = endpoint.model
         if self.kind in _WHAT_TO_DO:
             return JudgeConfigError(
-                f"{model}: {str(self).rstrip('.')}; {_WHAT_TO_DO[self.kind].format(place=endpoint.section)}"
+                f"{model}: {str(self).rstrip('.')}; "
+                + _WHAT_TO_DO[self.kind].format(model=endpoint.option, base=endpoint.base_option)
             )
         if self.kind in ("too_long", "refused"):
             return JudgeCallError(f"{model} refused this prompt ({self.kind}): {self}")
