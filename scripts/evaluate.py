@@ -8,6 +8,7 @@ difficulty, turns, tokens, cost, terminations; mean ± std over checkpoints.
 Options (key=value):
     run          run folder
     env          the environment; with run= only a check that the run has that one. Its own options as env.KEY=VALUE
+    limits.KEY   budgets of a rollout (default: the run's; policy=litellm: those of conf/train.yaml)
     split        split of the environment (several: a,b); default: the one the run was evaluated on
     n            independent runs a task (default 1)
     tasks        the first so many tasks; default all
@@ -49,12 +50,12 @@ OPTIONS = {
 
 
 def options(arguments: list[str]) -> dict[str, Any]:
-    """Parse key=value arguments; env.KEY=VALUE are collected under `env_options`.
+    """Parse key=value arguments; env.KEY=VALUE and limits.KEY=VALUE are collected under `overrides`.
 
     Raises:
         ConfigError: an unknown option, or neither a run nor policy=litellm.
     """
-    inner = [a for a in arguments if a.startswith("env.")]
+    inner = [a for a in arguments if a.startswith(("env.", "limits."))]
     given = OmegaConf.to_container(OmegaConf.from_dotlist([a for a in arguments if a not in inner]))
     assert isinstance(given, dict)
     if wrong := sorted(str(k) for k in given.keys() - OPTIONS):
@@ -74,7 +75,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{unread[0]}= is for {'runs' if api else 'policy=litellm'} and would not be read here")
     if "checkpoint" in given and "checkpoints" in given:
         raise ConfigError("checkpoint= and checkpoints= are the same; give one")
-    return {**{str(k): v for k, v in given.items()}, "env_options": inner}
+    return {**{str(k): v for k, v in given.items()}, "overrides": inner}
 
 
 def run_config(run: Path) -> DictConfig:
@@ -144,13 +145,14 @@ def main(arguments: list[str]) -> None:
 def _run(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     run = Path(str(given["run"]))
     config = run_config(run)
+    from draco.choices import merge_known
     from draco.evaluation.evaluate import evaluate_checkpoints
 
     if given.get("env", config.env.name) != config.env.name:
         raise ConfigError(
             f"env={given['env']}, but {run} was trained on env={config.env.name}: its prompt and actions differ"
         )
-    config.merge_with_dotlist(given["env_options"])
+    merge_known(config, given["overrides"])
     splits = str(given.get("split", config.eval.split)).split(",")
     which = str(given.get("checkpoints", given.get("checkpoint", "last")))
     if "temperature" in given:
@@ -161,20 +163,41 @@ def _run(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     return evaluate_checkpoints(config, run, which, splits, prices_of(given.get("prices"))), folder
 
 
-def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
+def api_config(given: dict[str, Any]) -> DictConfig:
+    """What a model behind an API is evaluated with: the environment, and the budgets of policies of any size.
+
+    Raises:
+        ConfigError: no such environment or option.
+    """
     from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from draco.choices import explained
+
+    # Without policy=hf the default policy's budgets would hold, which are those of a toy.
+    overrides = [f"env={given['env']}", "policy=hf", *given["overrides"]]
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error, overrides)) from error
+    if "tokenizer" in config.env.environment:
+        config.env.environment.tokenizer = config.env.environment.tokenizer_gguf = None  # nobody's but the model's own
+    if "verbose_prompt" in config.env:
+        config.env.verbose_prompt = True
+    return config
+
+
+def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
+    from dataclasses import asdict
 
     from draco.evaluation.api_agent import ApiAgent
     from draco.evaluation.metrics import summarise
     from draco.evaluation.records import evaluate_groups, priced
     from draco.run import instantiate
 
-    with initialize_config_module("conf", version_base="1.3"):
-        config = compose("train", [f"env={given['env']}", *given["env_options"]])
-    if "tokenizer" in config.env.environment:
-        config.env.environment.tokenizer = config.env.environment.tokenizer_gguf = None  # nobody's but the model's own
-    if "verbose_prompt" in config.env:
-        config.env.verbose_prompt = True
+    config = api_config(given)
     environment, evaluator = instantiate(config.env.environment), instantiate(config.env.get("evaluator"))
     prices = prices_of(given.get("prices"))
     tasks = {
@@ -205,6 +228,7 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
                     "scaffold": environment.scaffold,
                     "checkpoint": "api",
                     "split": split,
+                    "limits": asdict(agent.limits),
                     **summarise(records),
                     "records": [r.as_dict() for r in records],
                 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import evaluate
 import pytest
 from conftest import EchoEnvironment
 from test_judge_loopback import CANARY, Server, server  # noqa: F401 - a fixture
@@ -94,3 +97,46 @@ def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
     usage = played.usage_of(groups[0].trajectories[0])
     assert (task.id, usage.input_tokens, usage.cached_tokens, usage.output_tokens) == ("test_0", 100, 0, 7)
     assert usage.cost_usd is not None
+
+
+def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F811
+    """Result of scripts/evaluate.py on the embedded environment."""
+    base = f"api_base=http://127.0.0.1:{server.server_address[1]}/v1"
+    fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
+    evaluate.main([*fixed, *more])
+    n = next((m.removeprefix("n=") for m in more if m.startswith("n=")), "1")
+    found: dict[str, Any] = json.loads((out / f"dev-api-n{n}.json").read_text())
+    return found
+
+
+def test_a_frontier_model_has_the_budgets_of_a_policy_and_not_those_of_the_toy(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """An observation of 3,000 tokens, as AppWorld cuts them, ended every episode as length_limit."""
+    turns = ["<code>print(1)</code>", "I give up.", "I give up."]
+    server.answer = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
+    server.prompt_tokens = lambda body: 100 if len(body["messages"]) < 3 else 3200
+    found = script(server, tmp_path / "a", "tasks=2")
+    assert found["terminations"] == {"gave_up": 1.0}
+    assert found["limits"] == {
+        "max_turns": 50, "max_prompt_tokens": 4096, "max_response_tokens": 24576, "max_turn_tokens": 0, "deadline_s": 0,
+    }  # fmt: skip
+    found = script(server, tmp_path / "b", "tasks=2", "limits.max_response_tokens=320")
+    assert (found["terminations"], found["limits"]["max_response_tokens"]) == ({"length_limit": 1.0}, 320)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["env=nope"], r"Could not find 'env/nope'.*desk"),
+        (["env=appworld", "env.dta=x"], r"env\.dta.*no such option; did you mean env\.data\?"),
+        (["env=desk", "limits.max_turn=3"], r"limits\.max_turn.*did you mean limits\.max_turns"),
+        (["env=desk", "limits.max_turns=0"], r"limits\.max_turns"),
+    ],
+)
+def test_what_does_not_compose_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        evaluate.main(["policy=litellm", "model=openai/gpt-4o-mini", f"out={tmp_path}", *arguments])
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
