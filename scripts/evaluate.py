@@ -20,7 +20,8 @@ Options (key=value):
                  (with policy=litellm in place of litellm's own table)
     policy       litellm: no run, the agent is model= behind an API, on the same harness
     model, api_base, concurrency   of policy=litellm
-    out          folder of the results (default: the run's evaluations/)
+    out          folder of the results (default: the run's evaluations/). With policy=litellm every episode is
+                 appended to SPLIT-api-nN.jsonl there as it ends; the same command goes on from it
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ from draco.checks import whole
 from draco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from draco.evaluation.records import Prices, Usage
-    from draco.types import Trajectory
+    from draco.evaluation.records import Prices
 
 OPTIONS = {
     "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
@@ -190,11 +190,13 @@ def api_config(given: dict[str, Any]) -> DictConfig:
 
 
 def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
-    from dataclasses import asdict
+    from contextlib import closing
+    from dataclasses import asdict, replace
 
     from draco.evaluation.api_agent import ApiAgent
+    from draco.evaluation.ledger import Ledger
     from draco.evaluation.metrics import summarise
-    from draco.evaluation.records import evaluate_groups, priced
+    from draco.evaluation.records import priced, record_of
     from draco.run import instantiate
 
     config = api_config(given)
@@ -204,7 +206,6 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
         split: environment.tasks(split)[: given.get("tasks")]
         for split in str(given.get("split", config.eval.split)).split(",")
     }
-    environment.check()
     agent = ApiAgent(
         str(given["model"]),
         instantiate(config.limits),
@@ -212,17 +213,34 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
         api_base=given.get("api_base"),
         concurrency=int(given.get("concurrency", 16)),
     )
-
-    agent.check()
-
-    def usage_of(trajectory: Trajectory) -> Usage:
-        return priced(agent.usage_of(trajectory), prices)
+    out = Path(str(given["out"]))
+    same = {
+        "agent": agent.model, "scaffold": environment.scaffold, "env": config.env.name, "n": n,
+        "temperature": agent.temperature, "limits": asdict(agent.limits),
+        "options": sorted(o for o in given["overrides"] if o.startswith("env.")),
+    }  # fmt: skip
+    ledgers = {split: Ledger(out / f"{split}-api-n{n}.jsonl", {"split": split, **same}) for split in tasks}
+    left = {s: [(t, i) for t in tasks[s] for i in range(n) if not ledgers[s].played(t.id, i)] for s in tasks}
+    for split, ledger in ledgers.items():
+        if ledger.episodes:
+            print(f"{split}: {n * len(tasks[split]) - len(left[split])} episodes are in {ledger.file} already")
+    if any(left.values()):
+        environment.check()
+        agent.check()
 
     def evaluated() -> Any:
         try:
-            for split in tasks:
-                groups = agent.play(environment, tasks[split], n)
-                records = evaluate_groups(groups, evaluator, usage_of)
+            for split, ledger in ledgers.items():
+                try:
+                    with ledger, closing(agent.play(environment, left[split])) as playing:
+                        for trajectory in playing:
+                            usage = agent.usage_of(trajectory)
+                            ledger.add(record_of(trajectory, evaluator, usage), usage)
+                except ConfigError as error:
+                    kept = f"; {len(ledger.episodes)} episodes are kept in {ledger.file}: the same command goes on"
+                    raise ConfigError(f"{error}{kept if ledger.episodes else ''}") from error
+                found = [ledger.episodes[t.id, i] for t in tasks[split] for i in range(n)]
+                records = [replace(record, cost_usd=priced(usage, prices).cost_usd) for record, usage in found]
                 yield {
                     "agent": agent.model,
                     "scaffold": environment.scaffold,
@@ -238,7 +256,7 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
             if evaluator is not None:
                 evaluator.close()
 
-    return evaluated(), Path(str(given["out"]))
+    return evaluated(), out
 
 
 def show(result: dict[str, Any], console: Console) -> None:
