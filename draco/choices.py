@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from draco.errors import ConfigError
 
-__all__ = ["explained", "one_line", "refuse_unread"]
+__all__ = ["explained", "merge_known", "one_line", "refuse_unread"]
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 #: sections that the trainer reads by name; the others go to a class, which refuses what it does not take
@@ -54,6 +54,24 @@ def one_line(error: OmegaConfBaseException) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     key = getattr(error, "full_key", None)
     return f"{key}: {text}" if key and key not in text else text
+
+
+def merge_known(config: DictConfig, overrides: Iterable[str]) -> None:
+    """Set `KEY.KEY=VALUE` in a composed configuration, where these options exist.
+
+    Raises:
+        ConfigError: one does not; the message lists those beside it.
+    """
+    for override in overrides:
+        key = _key(override)
+        parent, _, name = key.rpartition(".")
+        try:
+            beside = OmegaConf.select(config, parent) if parent else config
+            if not isinstance(beside, DictConfig) or name not in beside.keys():  # noqa: SIM118 - `in` denies a ???
+                raise ConfigError(f"{override}: no such option; {_valid(config, key)}")
+            config.merge_with_dotlist([override])
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{override}: {one_line(error)}") from error
 
 
 def refuse_unread(config: DictConfig, overrides: Iterable[str], groups: Iterable[str]) -> None:

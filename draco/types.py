@@ -74,7 +74,7 @@ class Task:
     instruction: str
     split: str
     scenario_id: str  #: tasks that share it are variants of one scenario (SGC)
-    difficulty: int = 1
+    difficulty: int = 1  #: a level from 1 on; 0: nobody knows
     metadata: Mapping[str, Any] = field(default_factory=dict)  #: JSON-able; nothing about success
 
 

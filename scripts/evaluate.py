@@ -8,6 +8,7 @@ difficulty, turns, tokens, cost, terminations; mean ± std over checkpoints.
 Options (key=value):
     run          run folder
     env          the environment; with run= only a check that the run has that one. Its own options as env.KEY=VALUE
+    limits.KEY   budgets of a rollout (default: the run's; policy=litellm: those of conf/train.yaml)
     split        split of the environment (several: a,b); default: the one the run was evaluated on
     n            independent runs a task (default 1)
     tasks        the first so many tasks; default all
@@ -19,7 +20,8 @@ Options (key=value):
                  (with policy=litellm in place of litellm's own table)
     policy       litellm: no run, the agent is model= behind an API, on the same harness
     model, api_base, concurrency   of policy=litellm
-    out          folder of the results (default: the run's evaluations/)
+    out          folder of the results (default: the run's evaluations/). With policy=litellm every episode is
+                 appended to SPLIT-api-nN.jsonl there as it ends; the same command goes on from it
 """
 
 from __future__ import annotations
@@ -39,8 +41,7 @@ from draco.checks import whole
 from draco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from draco.evaluation.records import Prices, Usage
-    from draco.types import Trajectory
+    from draco.evaluation.records import Prices
 
 OPTIONS = {
     "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
@@ -49,12 +50,12 @@ OPTIONS = {
 
 
 def options(arguments: list[str]) -> dict[str, Any]:
-    """Parse key=value arguments; env.KEY=VALUE are collected under `env_options`.
+    """Parse key=value arguments; env.KEY=VALUE and limits.KEY=VALUE are collected under `overrides`.
 
     Raises:
         ConfigError: an unknown option, or neither a run nor policy=litellm.
     """
-    inner = [a for a in arguments if a.startswith("env.")]
+    inner = [a for a in arguments if a.startswith(("env.", "limits."))]
     given = OmegaConf.to_container(OmegaConf.from_dotlist([a for a in arguments if a not in inner]))
     assert isinstance(given, dict)
     if wrong := sorted(str(k) for k in given.keys() - OPTIONS):
@@ -74,7 +75,7 @@ def options(arguments: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{unread[0]}= is for {'runs' if api else 'policy=litellm'} and would not be read here")
     if "checkpoint" in given and "checkpoints" in given:
         raise ConfigError("checkpoint= and checkpoints= are the same; give one")
-    return {**{str(k): v for k, v in given.items()}, "env_options": inner}
+    return {**{str(k): v for k, v in given.items()}, "overrides": inner}
 
 
 def run_config(run: Path) -> DictConfig:
@@ -144,13 +145,14 @@ def main(arguments: list[str]) -> None:
 def _run(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     run = Path(str(given["run"]))
     config = run_config(run)
+    from draco.choices import merge_known
     from draco.evaluation.evaluate import evaluate_checkpoints
 
     if given.get("env", config.env.name) != config.env.name:
         raise ConfigError(
             f"env={given['env']}, but {run} was trained on env={config.env.name}: its prompt and actions differ"
         )
-    config.merge_with_dotlist(given["env_options"])
+    merge_known(config, given["overrides"])
     splits = str(given.get("split", config.eval.split)).split(",")
     which = str(given.get("checkpoints", given.get("checkpoint", "last")))
     if "temperature" in given:
@@ -161,27 +163,49 @@ def _run(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     return evaluate_checkpoints(config, run, which, splits, prices_of(given.get("prices"))), folder
 
 
-def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
+def api_config(given: dict[str, Any]) -> DictConfig:
+    """What a model behind an API is evaluated with: the environment, and the budgets of policies of any size.
+
+    Raises:
+        ConfigError: no such environment or option.
+    """
     from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
-    from draco.evaluation.api_agent import ApiAgent
-    from draco.evaluation.metrics import summarise
-    from draco.evaluation.records import evaluate_groups, priced
-    from draco.run import instantiate
+    from draco.choices import explained
 
-    with initialize_config_module("conf", version_base="1.3"):
-        config = compose("train", [f"env={given['env']}", *given["env_options"]])
+    # Without policy=hf the default policy's budgets would hold, which are those of a toy.
+    overrides = [f"env={given['env']}", "policy=hf", *given["overrides"]]
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error, overrides)) from error
     if "tokenizer" in config.env.environment:
         config.env.environment.tokenizer = config.env.environment.tokenizer_gguf = None  # nobody's but the model's own
     if "verbose_prompt" in config.env:
         config.env.verbose_prompt = True
+    return config
+
+
+def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
+    from contextlib import closing
+    from dataclasses import asdict, replace
+
+    from draco.evaluation.api_agent import ApiAgent
+    from draco.evaluation.ledger import Ledger
+    from draco.evaluation.metrics import summarise
+    from draco.evaluation.records import priced, record_of
+    from draco.run import instantiate
+
+    config = api_config(given)
     environment, evaluator = instantiate(config.env.environment), instantiate(config.env.get("evaluator"))
     prices = prices_of(given.get("prices"))
     tasks = {
         split: environment.tasks(split)[: given.get("tasks")]
         for split in str(given.get("split", config.eval.split)).split(",")
     }
-    environment.check()
     agent = ApiAgent(
         str(given["model"]),
         instantiate(config.limits),
@@ -189,22 +213,40 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
         api_base=given.get("api_base"),
         concurrency=int(given.get("concurrency", 16)),
     )
-
-    agent.check()
-
-    def usage_of(trajectory: Trajectory) -> Usage:
-        return priced(agent.usage_of(trajectory), prices)
+    out = Path(str(given["out"]))
+    same = {
+        "agent": agent.model, "scaffold": environment.scaffold, "env": config.env.name, "n": n,
+        "temperature": agent.temperature, "limits": asdict(agent.limits),
+        "options": sorted(o for o in given["overrides"] if o.startswith("env.")),
+    }  # fmt: skip
+    ledgers = {split: Ledger(out / f"{split}-api-n{n}.jsonl", {"split": split, **same}) for split in tasks}
+    left = {s: [(t, i) for t in tasks[s] for i in range(n) if not ledgers[s].played(t.id, i)] for s in tasks}
+    for split, ledger in ledgers.items():
+        if ledger.episodes:
+            print(f"{split}: {n * len(tasks[split]) - len(left[split])} episodes are in {ledger.file} already")
+    if any(left.values()):
+        environment.check()
+        agent.check()
 
     def evaluated() -> Any:
         try:
-            for split in tasks:
-                groups = agent.play(environment, tasks[split], n)
-                records = evaluate_groups(groups, evaluator, usage_of)
+            for split, ledger in ledgers.items():
+                try:
+                    with ledger, closing(agent.play(environment, left[split])) as playing:
+                        for trajectory in playing:
+                            usage = agent.usage_of(trajectory)
+                            ledger.add(record_of(trajectory, evaluator, usage), usage)
+                except ConfigError as error:
+                    kept = f"; {len(ledger.episodes)} episodes are kept in {ledger.file}: the same command goes on"
+                    raise ConfigError(f"{error}{kept if ledger.episodes else ''}") from error
+                found = [ledger.episodes[t.id, i] for t in tasks[split] for i in range(n)]
+                records = [replace(record, cost_usd=priced(usage, prices).cost_usd) for record, usage in found]
                 yield {
                     "agent": agent.model,
                     "scaffold": environment.scaffold,
                     "checkpoint": "api",
                     "split": split,
+                    "limits": asdict(agent.limits),
                     **summarise(records),
                     "records": [r.as_dict() for r in records],
                 }
@@ -214,7 +256,7 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
             if evaluator is not None:
                 evaluator.close()
 
-    return evaluated(), Path(str(given["out"]))
+    return evaluated(), out
 
 
 def show(result: dict[str, Any], console: Console) -> None:

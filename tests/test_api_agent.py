@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
+import evaluate
 import pytest
-from conftest import EchoEnvironment
+from conftest import EchoEnvironment, EchoEpisode
 from test_judge_loopback import CANARY, Server, server  # noqa: F401 - a fixture
 
 from draco.agent import Limits
 from draco.errors import ConfigError
 from draco.evaluation.api_agent import ApiAgent
+from draco.evaluation.ledger import Ledger
 from draco.types import Termination, Trajectory
 
 
@@ -21,17 +28,37 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agent(server: Server, **more: Any) -> ApiAgent:  # noqa: F811
     base = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    limits = Limits(max_turns=more.pop("max_turns", 4), max_response_tokens=more.pop("tokens", 10_000))
+    limits = Limits(
+        max_turns=more.pop("max_turns", 4),
+        max_response_tokens=more.pop("tokens", 10_000),
+        max_turn_tokens=more.pop("turn", 0),
+        deadline_s=more.pop("deadline_s", 0.0),
+    )
     return ApiAgent("openai/gpt-4o-mini", limits, api_base=base, backoff_s=0.001, **more)
 
 
 def play(server: Server, **more: Any) -> Trajectory:  # noqa: F811
     """One episode of the echoing environment, its tasks not over at completion."""
     played, environment = agent(server, **more), EchoEnvironment(closes=False)
-    (group,) = played.play(environment, environment.tasks("train")[:1], 1)
-    played.close()
+    try:
+        (trajectory,) = played.play(environment, [(environment.tasks("train")[0], 0)])
+    finally:
+        played.close()
     assert environment.opened[0].closed == 1
-    return group.trajectories[0]
+    return trajectory
+
+
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses are listed, not made."""
+    slept: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float, *more: Any) -> None:
+        slept.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return slept
 
 
 @pytest.mark.parametrize(
@@ -80,6 +107,61 @@ def test_a_model_that_does_not_answer_is_one_line_before_any_episode(server: Ser
     assert len(server.bodies) == 2
 
 
+def test_a_refused_prompt_ends_its_episode_and_is_not_asked_again(server: Server) -> None:  # noqa: F811
+    said = {"error": {"message": f"flagged by the content policy {CANARY}", "code": "content_policy_violation"}}
+    server.answer = lambda n, body: (400, said) if n == 2 else (200, "<code>a</code>")
+    lost = play(server)
+    assert (lost.termination, len(server.bodies), len(lost.steps)) == (Termination.ENGINE_ERROR, 2, 1)
+    assert lost.error.startswith("refused: openai/gpt-4o-mini: ")
+    assert "flagged by the content policy" in lost.error
+    assert CANARY not in lost.error
+    server.answer = lambda n, body: (404, said)
+    with pytest.raises(ConfigError, match=r"status 404.*; check model=") as caught:
+        agent(server).check()
+    assert CANARY not in str(caught.value)
+
+
+def test_the_pause_that_a_provider_asks_for_is_made(
+    server: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept = no_pauses(monkeypatch)
+    server.headers = {"Retry-After": "17"}
+    server.answer = lambda n, body: (429, "slow down") if n == 1 else (200, "<code>done</code>" if n == 2 else "Over.")
+    assert play(server).termination == Termination.SUBMITTED
+    assert 17.0 in slept
+
+
+def test_a_turn_is_capped_where_the_model_writes_it(server: Server) -> None:  # noqa: F811
+    server.answer = lambda n, body: (200, "Over.")
+    play(server, turn=96)
+    assert {body.get("max_tokens") for body in server.bodies} == {96}
+    server.bodies.clear()
+    play(server)
+    assert {body.get("max_tokens") for body in server.bodies} == {None}
+
+
+def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
+    server: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = threading.Event()
+
+    def hangs(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        free.wait(30)
+        return 200, "Over."
+
+    play(server)  # litellm loads
+    server.answer = hangs
+    assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
+    free.set()
+    server.answer = lambda n, body: (200, "<code>a</code>")
+    act = EchoEpisode.step
+    monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (time.sleep(1.1), act(self, actions))[1])
+    late = play(server, deadline_s=1.0)
+    assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
+
+
 def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
     """Connections that were closed after the first split made every later episode a fault."""
     server.answer = lambda n, body: (200, "<code>done</code>")
@@ -87,10 +169,106 @@ def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
     for _ in range(2):
         played.check()
         for split in ("train", "test"):
-            groups = played.play(environment, environment.tasks(split), 2)
-            assert [t.termination for g in groups for t in g.trajectories] == [Termination.SUBMITTED] * 4
+            found = list(played.play(environment, [(t, i) for t in environment.tasks(split) for i in range(2)]))
+            assert [t.termination for t in found] == [Termination.SUBMITTED] * 4
         played.close()
-    task = environment.tasks("test")[0]
-    usage = played.usage_of(groups[0].trajectories[0])
-    assert (task.id, usage.input_tokens, usage.cached_tokens, usage.output_tokens) == ("test_0", 100, 0, 7)
+    usage = played.usage_of(found[0])
+    assert (found[0].task.split, usage.input_tokens, usage.cached_tokens, usage.output_tokens) == ("test", 100, 0, 7)
     assert usage.cost_usd is not None
+
+
+def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F811
+    """Result of scripts/evaluate.py on the embedded environment."""
+    base = f"api_base=http://127.0.0.1:{server.server_address[1]}/v1"
+    fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
+    evaluate.main([*fixed, *more])
+    n = next((m.removeprefix("n=") for m in more if m.startswith("n=")), "1")
+    found: dict[str, Any] = json.loads((out / f"dev-api-n{n}.json").read_text())
+    return found
+
+
+def test_a_frontier_model_has_the_budgets_of_a_policy_and_not_those_of_the_toy(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """An observation of 3,000 tokens, as AppWorld cuts them, ended every episode as length_limit."""
+    turns = ["<code>print(1)</code>", "I give up.", "I give up."]
+    server.answer = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
+    server.prompt_tokens = lambda body: 100 if len(body["messages"]) < 3 else 3200
+    found = script(server, tmp_path / "a", "tasks=2")
+    assert found["terminations"] == {"gave_up": 1.0}
+    assert found["limits"] == {
+        "max_turns": 50, "max_prompt_tokens": 4096, "max_response_tokens": 24576, "max_turn_tokens": 0, "deadline_s": 0,
+    }  # fmt: skip
+    found = script(server, tmp_path / "b", "tasks=2", "limits.max_response_tokens=320")
+    assert (found["terminations"], found["limits"]["max_response_tokens"]) == ({"length_limit": 1.0}, 320)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["env=nope"], r"Could not find 'env/nope'.*desk"),
+        (["env=appworld", "env.dta=x"], r"env\.dta.*no such option; did you mean env\.data\?"),
+        (["env=desk", "limits.max_turn=3"], r"limits\.max_turn.*did you mean limits\.max_turns"),
+        (["env=desk", "limits.max_turns=0"], r"limits\.max_turns"),
+    ],
+)
+def test_what_does_not_compose_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        evaluate.main(["policy=litellm", "model=openai/gpt-4o-mini", f"out={tmp_path}", *arguments])
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:  # noqa: F811
+    """One prompt in the middle is refused, then the key is: three episodes are over by then."""
+    one = "concurrency=1"
+    refusal = {"error": {"message": "flagged", "code": "content_policy_violation"}}
+    server.answer = lambda n, body: (200, "No.") if n < 6 else (400, refusal) if n == 6 else (401, CANARY)
+    with pytest.raises(ConfigError, match=r"status 401.*; 3 episodes are kept in .*jsonl: the same command goes on"):
+        script(server, tmp_path, "tasks=3", "n=2", one)
+    file = tmp_path / "dev-api-n2.jsonl"
+    lines = file.read_text().splitlines()
+    assert len(lines) == 4
+    assert CANARY not in file.read_text()
+    assert not (tmp_path / "dev-api-n2.json").exists()
+
+    file.write_text("\n".join(lines) + '\n{"record": {"task_')  # a kill in the middle of a line
+    server.bodies.clear()
+    server.answer = lambda n, body: (200, "No.")
+    found = script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4")
+    assert len(server.bodies) == 1 + 3 * 2  # the check and three episodes of two turns
+    assert (found["tasks"], found["n"], found["quarantined"]) == (3, 2, 1)
+    assert found["terminations"] == pytest.approx({"gave_up": 5 / 6, "engine_error": 1 / 6})
+    (lost,) = (r for r in found["records"] if r["termination"] == "engine_error")
+    assert lost["success"] is False
+    assert "quarantined: engine_error: refused: " in lost["error"]
+    assert "flagged" in lost["error"]
+
+    server.bodies.clear()
+    assert script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4") == found
+    assert server.bodies == []
+    for other, name in (("temperature=0.5", "temperature"), ("limits.max_turns=7", "limits")):
+        with pytest.raises(ConfigError, match=rf"holds episodes with {name}=.*give another out="):
+            script(server, tmp_path, "tasks=3", "n=2", other)
+    with pytest.raises(ConfigError, match="holds episodes with agent=openai/gpt-4o-mini, not openai/gpt-4o"):
+        script(server, tmp_path, "tasks=3", "n=2", "model=openai/gpt-4o")
+    assert server.bodies == []
+
+
+def test_episodes_that_the_provider_lost_are_played_again(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_pauses(monkeypatch)
+    server.answer = lambda n, body: (200, "No.") if n < 4 else (503, "down")
+    assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"]["engine_error"] == 0.5
+    server.answer = lambda n, body: (200, "No.")
+    assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"] == {"gave_up": 1.0}
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("[1]\n")
+    with pytest.raises(ConfigError, match="no list of evaluated episodes"):
+        Ledger(tmp_path / "x.jsonl", {})

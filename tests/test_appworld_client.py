@@ -287,6 +287,13 @@ def test_tasks_say_what_is_asked_and_no_answer(environment: AppWorldEnvironment,
     assert (data / "full").stat().st_mode & 0o077 == 0
     with pytest.raises(ConfigError, match="no split 'dev'; expected one of train"):
         environment.tasks("dev")
+    index = data / "rollout" / "data" / "draco_tasks.json"
+    known = index.read_text()
+    index.write_text("{}")
+    try:
+        assert [t.difficulty for t in environment.tasks("train")] == [0]  # unknown, which is not level 1
+    finally:
+        index.write_text(known)
 
 
 def test_evaluating_checks_whose_end_state_it_is(data: Path) -> None:

@@ -14,7 +14,7 @@ from draco.errors import JudgeConfigError, TrainingStopped
 from draco.judge.limits import Pace
 from draco.judge.redact import Redactor
 from draco.judge.spend import Prices, Spend, Usage
-from draco.judge.transport import Endpoint, _retry_after
+from draco.judge.transport import Endpoint, retry_after
 
 
 class Clock:
@@ -90,13 +90,13 @@ class Told(Exception):
 
 
 def test_what_retry_after_may_look_like() -> None:
-    assert _retry_after(Told(Retry_After="3")) == 3.0
-    assert _retry_after(Told(retry_after_ms="1500")) == 1.5
-    assert 50 < _retry_after(Told(retry_after=formatdate(time.time() + 60))) < 61
+    assert retry_after(Told(Retry_After="3")) == 3.0
+    assert retry_after(Told(retry_after_ms="1500")) == 1.5
+    assert 50 < retry_after(Told(retry_after=formatdate(time.time() + 60))) < 61
     for nonsense in ("soon", "nan", "-4", ""):
-        assert _retry_after(Told(retry_after=nonsense)) == 0.0
-    assert _retry_after(Told(retry_after="1e9")) == 3600.0
-    assert _retry_after(ValueError()) == 0.0
+        assert retry_after(Told(retry_after=nonsense)) == 0.0
+    assert retry_after(Told(retry_after="1e9")) == 3600.0
+    assert retry_after(ValueError()) == 0.0
 
 
 def test_prices() -> None:

@@ -26,7 +26,10 @@ Answer = Callable[[int, dict[str, Any]], tuple[int, Any]]
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every request by `answer(n, body)` → status, reply text or raw body."""
+    """Answers every request by `answer(n, body)` → status, reply text or raw body.
+
+    `prompt_tokens` of a body are what it reports as read; `headers` go with what is not 200.
+    """
 
     daemon_threads = True
 
@@ -35,6 +38,8 @@ class Server(ThreadingHTTPServer):
         self.answer: Answer = lambda n, body: (200, GOOD)
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.prompt_tokens: Callable[[dict[str, Any]], int] = lambda body: 100
+        self.headers: dict[str, str] = {}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.keys.append(self.headers.get("Authorization", ""))
         status, reply = self.server.answer(len(self.server.bodies), body)
         if status == 200:
+            read = self.server.prompt_tokens(body)
             reply = {
                 "id": "x",
                 "object": "chat.completion",
@@ -54,9 +60,9 @@ class Handler(BaseHTTPRequestHandler):
                 "system_fingerprint": "fp_1",
                 "choices": [{"index": 0, "message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}],
                 "usage": {
-                    "prompt_tokens": 100,
+                    "prompt_tokens": read,
                     "completion_tokens": 7,
-                    "total_tokens": 107,
+                    "total_tokens": read + 7,
                     "prompt_tokens_details": {"cached_tokens": 64},
                 },
             }
@@ -64,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, value in (self.server.headers if status != 200 else {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -243,3 +243,5 @@ def test_several_checkpoints_make_one_table(run: Path, capsys: pytest.CaptureFix
         evaluate.main([f"run={run}", "split=dev", "checkpoints=last3", f"out={tmp_path}"])
     with pytest.raises(ConfigError, match="was trained on env=desk"):
         evaluate.main([f"run={run}", "env=appworld"])
+    with pytest.raises(ConfigError, match=r"env\.typo=1: no such option; Valid choices in env: .*verbose_prompt"):
+        evaluate.main([f"run={run}", "env.typo=1"])

@@ -6,9 +6,12 @@ For the frontier rows of a results table. Nothing here trains: the trajectories 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import queue
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +20,27 @@ import tenacity
 from draco.agent import Limits
 from draco.background import BackgroundLoop
 from draco.env.base import Environment, Episode, Reply
-from draco.errors import ConfigError, EngineError
+from draco.errors import ConfigError, EngineError, ServerRefused
 from draco.evaluation.records import Usage
-from draco.types import Group, Message, Step, Task, Termination, Trajectory
+from draco.judge.redact import Redactor
+from draco.judge.transport import retry_after
+from draco.types import Message, Step, Task, Termination, Trajectory
 
 __all__ = ["ApiAgent"]
 
-_CORRECTABLE = (400, 401, 403, 404)  # the request is wrong, and would be again
+_FOR_ALL = (401, 402, 403)  # key, credit, permission: every other request would be refused, too
+_MAY_PASS = (408, 409, 425, 429)  # of the 4xx
+
+
+class _Passing(EngineError):
+    """A fault that another attempt may not meet; `wait_s` is the pause that the provider asked for."""
+
+    def __init__(self, text: str, wait_s: float) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
+_WHAT_TO_CHECK = "check model=, its key, api_base= and temperature= (null sends none)"
 
 
 class _Full(Exception):
@@ -35,6 +52,7 @@ class _Talk:
     """One episode in progress."""
 
     messages: list[Message]
+    deadline: float = math.inf  #: time.monotonic() after which it ends
     steps: list[Step] = field(default_factory=list)
     prompt: int = 0  #: tokens of the last request
     first_prompt: int = 0
@@ -48,7 +66,8 @@ class ApiAgent:
 
     Args:
         model: litellm's name, provider first; the key comes from the provider's environment variable.
-        limits: the same budgets as for a policy; tokens as the provider counts them.
+        limits: the same budgets as for a policy; tokens as the provider counts them. `deadline_s` ends a call that is
+            on its way; an action that is, is waited for. `max_prompt_tokens` filters nothing: nobody can count before.
         temperature: None sends none, for models that refuse it.
         concurrency: episodes at a time.
         timeout_s, max_retries: of one call.
@@ -70,9 +89,12 @@ class ApiAgent:
     ) -> None:
         self.model, self.limits, self.temperature = model, limits, temperature
         self.concurrency, self.timeout_s, self.max_retries = concurrency, timeout_s, max_retries
-        self.backoff_s = backoff_s
         self.usage: dict[tuple[str, int], Usage] = {}
         self._more = {k: v for k, v in (("temperature", temperature), ("api_base", api_base)) if v is not None}
+        if limits.max_turn_tokens:
+            self._more["max_tokens"] = limits.max_turn_tokens
+        self._redact = Redactor()
+        self._grows = tenacity.wait_exponential(multiplier=backoff_s, max=60.0)
         self._litellm: Any = None
 
     def check(self) -> None:
@@ -87,12 +109,26 @@ class ApiAgent:
         self._load()
         try:
             await self._answer(_Talk([Message("user", "Answer with the one word: ready")]))
+        except ServerRefused as error:
+            raise ConfigError(f"{error}; {_WHAT_TO_CHECK}") from None
         except EngineError as error:
             raise ConfigError(f"{error}: the model does not answer; check model= and api_base=") from None
 
-    def play(self, environment: Environment, tasks: Sequence[Task], n: int) -> list[Group]:
-        """n episodes of every task."""
-        return BackgroundLoop.shared().submit(self._play(environment, tasks, n)).result()
+    def play(self, environment: Environment, episodes: Sequence[tuple[Task, int]]) -> Generator[Trajectory, None, None]:
+        """Play episodes, (task, sample) each; they come as they end.
+
+        Raises:
+            ConfigError: the provider refuses all requests. What had ended has come before.
+        """
+        ended: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
+        playing = BackgroundLoop.shared().submit(self._play(environment, episodes, ended))
+        playing.add_done_callback(lambda _: ended.put(None))
+        try:
+            while (trajectory := ended.get()) is not None:
+                yield trajectory
+            playing.result()
+        finally:
+            playing.cancel()
 
     def close(self) -> None:
         """Close the connections. It may be used again afterwards."""
@@ -107,23 +143,25 @@ class ApiAgent:
         """What an episode took."""
         return self.usage.get((trajectory.task.id, trajectory.sample), Usage(0, 0, 0))
 
-    async def _play(self, environment: Environment, tasks: Sequence[Task], n: int) -> list[Group]:
+    async def _play(
+        self,
+        environment: Environment,
+        episodes: Sequence[tuple[Task, int]],
+        ended: queue.SimpleQueue[Trajectory | None],
+    ) -> None:
         self._load()
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def one(task: Task, sample: int) -> Trajectory:
+        async def one(task: Task, sample: int) -> None:
             async with slots:
-                return await self._episode(environment, task, sample)
+                ended.put(await self._episode(environment, task, sample))
 
         try:
             async with asyncio.TaskGroup() as group:
-                running = [[group.create_task(one(task, s)) for s in range(n)] for task in tasks]
+                for task, sample in episodes:
+                    group.create_task(one(task, sample))
         except* ConfigError as errors:
             raise errors.exceptions[0] from None
-        return [
-            Group(task, tuple(t.result() for t in row), index)
-            for index, (task, row) in enumerate(zip(tasks, running, strict=True))
-        ]
 
     def _load(self) -> None:
         if self._litellm is None:
@@ -137,7 +175,9 @@ class ApiAgent:
 
     async def _episode(self, environment: Environment, task: Task, sample: int) -> Trajectory:
         episode = environment.open(task, seed=sample)
-        talk, error, end_state = _Talk(list(episode.opening)), "", ""
+        seconds = self.limits.deadline_s
+        talk = _Talk(list(episode.opening), time.monotonic() + seconds if seconds else math.inf)
+        error = end_state = ""
         try:
             termination = await self._turns(episode, talk)
             end_state = await _on(episode, "finish", episode.end_state)
@@ -162,6 +202,8 @@ class ApiAgent:
                 text = await self._ask(talk, episode)
             except _Full:
                 return Termination.LENGTH_LIMIT
+            except TimeoutError:
+                return Termination.DEADLINE
             actions = episode.format.parse(text)
             observation, done = "", False
             if actions:
@@ -172,6 +214,8 @@ class ApiAgent:
             start = talk.steps[-1].span[1] if talk.steps else 0
             talk.messages.append(Message("assistant", text))
             talk.steps.append(Step(turn, (start, talk.output), text, observation, turn))
+            if time.monotonic() > talk.deadline:
+                return Termination.DEADLINE
             closing = Termination.SUBMITTED if completed and not failed else Termination.GAVE_UP
             if done:
                 return closing
@@ -190,8 +234,14 @@ class ApiAgent:
         return Termination.TURN_LIMIT
 
     async def _ask(self, talk: _Talk, episode: Episode) -> str:
-        """The next turn. What a model writes after its first action was not asked for: it has not seen the answer."""
-        response = await self._answer(talk)
+        """The next turn. What a model writes after its first action was not asked for: it has not seen the answer.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            EngineError, ConfigError: see `_call`.
+        """
+        async with asyncio.timeout(None if talk.deadline == math.inf else talk.deadline - time.monotonic()):
+            response = await self._answer(talk)
         usage = getattr(response, "usage", None)
         prompt = getattr(usage, "prompt_tokens", None) or 0
         written = getattr(usage, "completion_tokens", None) or 0
@@ -207,11 +257,16 @@ class ApiAgent:
         return text
 
     async def _answer(self, talk: _Talk) -> Any:
-        """The provider's response; faults that may pass are tried again."""
+        """The provider's response; faults that may pass are tried again, after the pause that the provider asks for."""
+
+        def pause(state: tenacity.RetryCallState) -> float:
+            error = state.outcome.exception() if state.outcome else None
+            return max(self._grows(state), error.wait_s if isinstance(error, _Passing) else 0.0)
+
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.max_retries + 1),
-            wait=tenacity.wait_exponential(multiplier=self.backoff_s, max=60.0),
-            retry=tenacity.retry_if_exception_type(EngineError),
+            wait=pause,
+            retry=tenacity.retry_if_exception_type(_Passing),
             reraise=True,
         )
         async for attempt in retrying:
@@ -220,6 +275,14 @@ class ApiAgent:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _call(self, talk: _Talk) -> Any:
+        """One request.
+
+        Raises:
+            ConfigError: refused, and so would be every other.
+            ServerRefused: this one is refused.
+            _Passing: another attempt may succeed.
+            _Full: the conversation is too long for the model.
+        """
         messages = [{"role": m.role, "content": m.content} for m in talk.messages]
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -229,14 +292,15 @@ class ApiAgent:
         except Exception as error:
             if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
                 raise _Full from None
-            # The provider's text may hold headers and keys: its class and status say enough.
+            # The provider's text may hold headers and keys: where nothing else is needed, class and status say enough.
             status = getattr(error, "status_code", None)
             what = f"{self.model}: {type(error).__name__}" + (f" (status {status})" if status else "")
-            if status in _CORRECTABLE:
-                raise ConfigError(
-                    f"{what}: check model=, its key, api_base= and temperature= (null sends none)"
-                ) from None
-            raise EngineError(what) from None
+            if status in _FOR_ALL:
+                raise ConfigError(f"{what}: {_WHAT_TO_CHECK}") from None
+            if isinstance(status, int) and 400 <= status < 500 and status not in _MAY_PASS:
+                said = " ".join(self._redact.error(str(error)).split())[:300]
+                raise ServerRefused(f"refused: {what}: {said}") from None
+            raise _Passing(what, retry_after(error)) from None
 
 
 async def _on(episode: Episode, name: str, otherwise: Any, *arguments: Any) -> Any:

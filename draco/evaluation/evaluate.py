@@ -6,6 +6,7 @@ The model is loaded once; only adapters are exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draco.errors import ConfigError
 from draco.evaluation.metrics import summarise
 from draco.evaluation.records import Prices, evaluate_groups, priced, token_usage
 from draco.loader import EvalLoader
-from draco.run import Parts, build
+from draco.run import Parts, build, instantiate
 from draco.runchecks import select_tasks
 from draco.stages import RolloutStage, find_stage
 
@@ -81,6 +82,7 @@ def evaluate_checkpoints(
                     "scaffold": parts.environment.scaffold,
                     "checkpoint": kept[step].name if step >= 0 else "base",
                     "split": split,
+                    "limits": asdict(instantiate(config.limits)),
                     **summarise(records),
                     "records": [r.as_dict() for r in records],
                 }

@@ -9,7 +9,16 @@ from typing import Any
 from draco.env.base import CODE, TOOL_CALL, Evaluator, Outcome
 from draco.types import Group, Task, Termination, Trajectory
 
-__all__ = ["EvalRecord", "Prices", "Usage", "evaluate_end_state", "evaluate_groups", "priced", "token_usage"]
+__all__ = [
+    "EvalRecord",
+    "Prices",
+    "Usage",
+    "evaluate_end_state",
+    "evaluate_groups",
+    "priced",
+    "record_of",
+    "token_usage",
+]
 
 _REMINDERS = (CODE.reminder, TOOL_CALL.reminder)
 
@@ -89,12 +98,14 @@ def evaluate_groups(
 ) -> list[EvalRecord]:
     """Evaluate every rollout, in batch order."""
     ordered = sorted(groups, key=lambda g: g.index)
-    return [_record(t, evaluator, usage(t)) for g in ordered for t in g.trajectories]
+    return [record_of(t, evaluator, usage(t)) for g in ordered for t in g.trajectories]
 
 
-def _record(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage) -> EvalRecord:
+def record_of(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage) -> EvalRecord:
+    """Evaluate one rollout."""
     task = trajectory.task
     outcome = evaluate_end_state(evaluator, task, trajectory.end_state, trajectory.termination)
+    fault = f": {trajectory.error}" if trajectory.termination.quarantined and trajectory.error else ""
     answers = [m.content for m in trajectory.messages if m.role == "user"][1:]  # the first asks the task
     return EvalRecord(
         task_id=task.id,
@@ -107,7 +118,7 @@ def _record(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage) -
         step_tokens=sum(trajectory.step_tokens),
         faults=outcome.faults,
         causal_steps=outcome.causal_steps,
-        error=outcome.error,
+        error=outcome.error + fault,
         interactions=sum(answer not in _REMINDERS for answer in answers),
         input_tokens=usage.input_tokens,
         cached_tokens=usage.cached_tokens,

@@ -19,7 +19,7 @@ from draco.errors import JudgeCallError, JudgeConfigError
 from draco.judge.redact import Redactor
 from draco.judge.spend import Prices, Usage
 
-__all__ = ["Endpoint", "Fault", "Reply", "Transport"]
+__all__ = ["Endpoint", "Fault", "Reply", "Transport", "retry_after"]
 
 _WHAT_TO_DO = {
     "auth": "set the provider's key (for example OPENAI_API_KEY) or {base}",
@@ -293,7 +293,7 @@ class Transport:
             return Fault("auth", text, passing=False)
         status = getattr(error, "status_code", None)
         if isinstance(error, exceptions.RateLimitError) or status == 429:
-            return Fault("rate_limit", text, passing=True, wait_s=_retry_after(error))
+            return Fault("rate_limit", text, passing=True, wait_s=retry_after(error))
         if isinstance(error, exceptions.APIConnectionError):
             return Fault("connection", text, passing=True)
         if status in (401, 403):
@@ -303,7 +303,7 @@ class Transport:
         if isinstance(status, int) and 400 <= status < 500 and status != 408:
             return Fault("bad_request", text, passing=False)
         if isinstance(status, int):
-            return Fault("server_error", text, passing=True, wait_s=_retry_after(error))
+            return Fault("server_error", text, passing=True, wait_s=retry_after(error))
         if isinstance(error, (ConnectionError, OSError)):
             return Fault("connection", text, passing=True)
         return Fault("unexpected", text, passing=False)
@@ -317,7 +317,7 @@ def _said(error: Exception) -> str:
     return " ".join(_WRAPPING.sub("", text).split())
 
 
-def _retry_after(error: Exception) -> float:
+def retry_after(error: Exception) -> float:
     """Seconds that the provider asked to wait, an hour at most: Retry-After (a number or a date) or retry-after-ms."""
     sources = (
         getattr(error, "litellm_response_headers", None),

@@ -68,6 +68,6 @@ class Roots:
             instruction=specs["instruction"],
             split=split,
             scenario_id=task_id.split("_")[0],
-            difficulty=known.get("difficulty", 1),
+            difficulty=known.get("difficulty", 0),
             metadata={"supervisor": specs["supervisor"], "datetime": specs["datetime"]},
         )
