@@ -456,6 +456,35 @@ def test_rollouts_are_scored_again_on_a_fixed_set(tmp_path: Path, capsys: pytest
     assert dotted.y == tuple(sum(passed) / 9 for passed in by_hand)
 
 
+def test_scores_of_other_criteria_or_of_another_judge_are_not_taken_for_finished(tmp_path: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat(None, f"answer {s}")} for s in range(3)]
+    out, file, fixed = tmp_path / "out", write(tmp_path / "f.jsonl", rows), tmp_path / "fixed.yaml"
+    entry = "- {title: Is %s, description: d, evaluator_instruction: e}\n"
+    fixed.write_text("criteria:\n" + entry % "good", encoding="utf-8")
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        again = [str(out), f"criteria={fixed}", *judge]
+        rescore.main(again)
+        rescore.main([*again, "judge.concurrency=1"])  # how calls are carried changes no score
+        with pytest.raises(
+            ConfigError, match=r"fixed were made with judge.model=hosted_vllm/one, judge.temperature=0.1\."
+        ):
+            rescore.main([*again, "judge.model=hosted_vllm/two", "judge.temperature=0.5"])
+        fixed.write_text("criteria:\n" + entry % "better", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"fixed were made with other criteria\. Rename"):
+            rescore.main(again)
+        made = out / "rescored" / "fixed" / "made_of.json"
+        assert address not in made.read_text(encoding="utf-8")
+        made.unlink()
+        with pytest.raises(ConfigError, match=r"no made_of\.json"):
+            rescore.main(again)
+        (out / "rescored" / "fixed").rename(out / "rescored" / "old")
+        rescore.main(again)
+    (figure,) = [f for f in all_figures([open_run(out)]) if f.name == "F4_pass_rate"]
+    assert sorted(s.label.rpartition(" ")[2] for s in figure.panels[0].series if s.dotted) == ["fixed)", "old)"]
+
+
 def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:
     file = write(tmp_path / "f.jsonl", [{"task_id": "a", "messages": chat("x")}] * 2)
     with pytest.raises(ConfigError, match="judge=litellm"):
