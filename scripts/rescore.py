@@ -27,7 +27,7 @@ from draco.analysis.judgements import read_groups
 from draco.analysis.judging import judge_config
 from draco.analysis.runs import open_run
 from draco.archive import step_folder, write_step
-from draco.arguments import parse, run_main
+from draco.arguments import parse, run_main, whole
 from draco.errors import ConfigError
 from draco.judge.stage import read_secret
 from draco.run import instantiate
@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> None:
 
 def rescore(path: Path, given: dict[str, str]) -> None:
     """Re-score one run and say what it cost."""
+    every = whole(given, "every", 1, least=1)
     run = open_run(path)
     criteria = given.get("criteria", run.env)
     judge = judge_config(given, run.config)
@@ -65,7 +66,7 @@ def rescore(path: Path, given: dict[str, str]) -> None:
     calls, cost = 0, 0.0
     unpriced = False
     try:
-        for step in run.steps[:: int(given.get("every", 1))]:
+        for step in run.steps[::every]:
             if step_folder(out, step).is_dir():
                 continue
             rule = UniformCredit()
