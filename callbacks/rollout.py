@@ -119,7 +119,7 @@ class AgentRollout(RolloutStage):
             "rollout/steps": sum(len(t.steps) for t in trajectories) / count,
             "rollout/response_tokens": response / count,
             "rollout/quarantined": float(sum(t.termination.quarantined for t in trajectories)),
-            **{f"termination/{kind}": kinds[kind] / count for kind in Termination},
+            **{f"termination/{kind}": kinds[kind] / count for kind in Termination if kind is not Termination.UNKNOWN},
             "time/rollout_s": self._seconds,
             "rollout/tokens_per_s": response / self._seconds if self._seconds else 0.0,
         }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from draco.errors import ConfigError, DracoError
 
-__all__ = ["parse", "run_main"]
+__all__ = ["number", "parse", "run_main", "whole"]
 
 
 def run_main(main: Callable[[list[str]], int | None]) -> NoReturn:
@@ -59,3 +60,35 @@ def parse(
             raise ConfigError(f"unknown option {name}; expected {', '.join(sorted(known))}")
         given[name] = value
     return words, given
+
+
+def whole(given: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
+    """A whole number from `least`, or `default` where the option is not given.
+
+    Raises:
+        ConfigError: not that; the option is named.
+    """
+    text = given.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ConfigError(f"{name}={text}: expected a whole number from {least}")
+    return int(text)
+
+
+def number(given: Mapping[str, str], name: str, default: float) -> float:
+    """A finite number above 0, or `default` where the option is not given.
+
+    Raises:
+        ConfigError: not that; the option is named.
+    """
+    text = given.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name}={text}: expected a number above 0")
+    return value

@@ -48,6 +48,7 @@ class Termination(StrEnum):
     DEADLINE = "deadline"  #: the trajectory's wall-clock deadline passed
     ENVIRONMENT_ERROR = "environment_error"  #: the environment failed
     ENGINE_ERROR = "engine_error"  #: generation failed
+    UNKNOWN = "unknown"  #: somebody else's log does not say; no rollout of ours ends so
 
     @property
     def quarantined(self) -> bool:

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import run_main
+from draco.arguments import run_main, whole
 from draco.errors import ConfigError
 from draco.judge.authoring import Rated, prune, rate, reduce_to_one
 from draco.judge.basegroups import compose_config, sample_groups
@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
     client = instantiate(config.judge)  # a wrong key or model should not cost a rollout
     caveats = instantiate(config.env.environment).caveats
     pipeline = JudgePipeline(client, caveats, os.urandom(32))
-    tasks = int(given["tasks"]) if "tasks" in given else None
-    groups = sample_groups(config, tasks, int(given.get("samples", 8)))
+    tasks = whole(given, "tasks", 1, least=1) if "tasks" in given else None
+    groups = sample_groups(config, tasks, whole(given, "samples", 8, least=1))
 
     async def run() -> tuple[list[Rated], tuple[Criterion, ...]]:
         try:
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
         rated,
         float(given.get("applicable", 0.05)),
         float(given.get("discriminative", 0.02)),
-        int(given.get("most", 21)),
+        whole(given, "most", 21, least=1),
     )
     table = Table(title="criteria by failure rate", title_justify="left")
     for name in ("criterion", "failure rate", "applicable", "discriminative", ""):

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.archive import write_step
-from draco.arguments import run_main
+from draco.arguments import run_main, whole
 from draco.judge.basegroups import archived_groups, compose_config, sample_groups
 from draco.judge.cachemodel import Usage, prompt_usage
 from draco.judge.pipeline import JudgePipeline
@@ -48,9 +48,9 @@ RATIO, AGREEMENT = 0.5, 0.98  #: targets
 def groups_of(config: DictConfig, given: dict[str, str], quick: bool) -> list[Group]:
     """Archived groups: of a run, or of the untrained policy."""
     if "run" in given:
-        return archived_groups(Path(given["run"]), int(given.get("steps", 1 if quick else 0)) or None)
-    tasks, samples = int(given.get("tasks", 8 if quick else 16)), int(given.get("samples", 6))
-    steps = int(given.get("steps", 1 if quick else 2))
+        return archived_groups(Path(given["run"]), whole(given, "steps", 1 if quick else 0) or None)
+    tasks, samples = whole(given, "tasks", 8 if quick else 16, least=1), whole(given, "samples", 6, least=1)
+    steps = whole(given, "steps", 1 if quick else 2, least=1)
     with tempfile.TemporaryDirectory() as folder:
         groups = sample_groups(config, tasks * steps, samples)
         for step in range(steps):

@@ -29,7 +29,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from draco import checkpoint
-from draco.arguments import parse
+from draco.arguments import parse, whole
 from draco.errors import ConfigError
 from draco.evaluation.tau import BANKING, TauOptions, parse_results, run_tau2, served, tau2_version
 from draco.summary import write_json
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     run = Path(given["run"])
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"run={run}: no run there (config.yaml not found)")
-    n = int(given.get("n", 3))
+    n = whole(given, "n", 3, least=1)
     which = given.get("checkpoint", "last")
     folder = _checkpoint(run, which)
     name = "base" if folder is None else folder.name
@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> None:
         named.setdefault("retrieval", None)
     tau = TauOptions(
         n=n,
-        max_turns=int(given.get("max_turns", 100)),
-        tasks=int(given["tasks"]) if "tasks" in given else None,
+        max_turns=whole(given, "max_turns", 100, least=1),
+        tasks=whole(given, "tasks", 1, least=1) if "tasks" in given else None,
         **named,
     )
     file = Path(given["results"]) if "results" in given else _play(run, given, tau, folder, name)
@@ -96,7 +96,7 @@ def _play(run: Path, given: dict[str, str], tau: TauOptions, folder: Path | None
         str(model),
         None if folder is None else folder / "adapter",
         tool_parser=given.get("tool_parser", "hermes"),
-        port=int(given.get("port", 8010)),
+        port=whole(given, "port", 8010, least=1),
         log=run / "vllm-tau2.log",
     ) as (served_name, api_base):
         return run_tau2(tau, served_name, api_base, save_to)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import run_main
+from draco.arguments import run_main, whole
 from draco.errors import ConfigError
 from draco.judge.basegroups import compose_config
 from draco.judge.pipeline import JudgePipeline
@@ -45,8 +45,8 @@ def main(arguments: list[str]) -> int:
     config = compose_config([a for a in arguments if a.split("=", 1)[0] not in OWN])
     from draco.run import instantiate
 
-    chosen = attacks()[: int(given["attacks"])] if "attacks" in given else attacks()
-    controls = int(given.get("controls", 3))
+    chosen = attacks()[: whole(given, "attacks", 1)] if "attacks" in given else attacks()
+    controls = whole(given, "controls", 3)
     if controls < 1 or not chosen:
         raise ConfigError("attacks and controls must be at least 1")
     client = instantiate(config.judge)

@@ -32,7 +32,7 @@ from draco.analysis.outside import Outside, judge_by_labels, read_groups_of, too
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
 from draco.archive import write_step
-from draco.arguments import parse, run_main
+from draco.arguments import parse, run_main, whole
 from draco.errors import ConfigError
 from draco.judge.stage import read_secret
 from draco.report.page import write_page
@@ -64,9 +64,15 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(
             "judge=scripted knows the embedded environment alone; use judge=litellm judge.model=… or labels"
         )
-    prepare(run, overwrite=given.get("overwrite", "false").lower() == "true")
+    batch = whole(given, "batch", 16, least=1)
+    if labels:
+        for _ in judge_by_labels(outside):  # a group without labels is refused before the folder is made
+            pass
+    overwrite = given.get("overwrite", "false").lower() == "true"
+    if not overwrite and run.is_dir() and any(run.iterdir()):
+        raise ConfigError(f"the folder {run} exists and is not empty; choose another out=, or overwrite=true")
+    prepare(run, overwrite=overwrite)
     write_config(_kept(config, outside, labels, source), run)
-    batch = int(given.get("batch", 16))
     rule: CreditStage = instantiate(config.credit.stage)
     steps = [outside.groups[i : i + batch] for i in range(0, len(outside.groups), batch)]
     numbered = [[replace(g, step=s) for g in groups] for s, groups in enumerate(steps)]

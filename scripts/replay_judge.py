@@ -34,7 +34,7 @@ from draco.analysis.judge_replay import load_results, replay_calls, replayable, 
 from draco.analysis.judging import judge_config
 from draco.analysis.matching import load_matches, match_criteria
 from draco.analysis.runs import open_run
-from draco.arguments import parse
+from draco.arguments import number, parse, whole
 from draco.errors import ConfigError, DracoError
 from draco.judge.client import JudgeClient
 from draco.judge.prompts import PHASES
@@ -49,6 +49,9 @@ def main(arguments: list[str]) -> None:
     words, given = parse(arguments, OPTIONS, ("judge.", "matcher."))
     if len(words) != 1:
         raise ConfigError("expected one run folder: python scripts/replay_judge.py runs/NAME --judge …")
+    every, window = whole(given, "every", 1, least=1), whole(given, "window", 10, least=1)
+    limit = whole(given, "max_calls", 0)  # 0: all
+    max_usd = number(given, "max_usd", 1.0) if "max_usd" in given else None
     run = open_run(Path(words[0]))
     client = instantiate(judge_config(given, run.config))
     asked = {k.replace("matcher", "judge", 1): v for k, v in given.items() if k.split(".")[0] == "matcher"}
@@ -56,13 +59,11 @@ def main(arguments: list[str]) -> None:
     phases = given.get("phases", "score,merge").split(",")
     if wrong := [p for p in phases if p not in PHASES]:
         raise ConfigError(f"phases={','.join(wrong)}: expected {', '.join(PHASES)}")
-    calls = [c for c in replayable(run.path, run.steps[:: int(given.get("every", 1))]) if c["phase"] in phases]
+    calls = [c for c in replayable(run.path, run.steps[::every]) if c["phase"] in phases]
     if not calls:
         raise ConfigError(f"{run.path}: no archived call of {', '.join(phases)} with a usable reply")
-    limit = int(given.get("max_calls", len(calls)))
     calls = [calls[i * len(calls) // limit] for i in range(limit)] if 0 < limit < len(calls) else calls
     folder = run.path / "judge_replay" / _named(client.model)
-    max_usd = float(given["max_usd"]) if "max_usd" in given else None
 
     async def send() -> dict[str, int]:
         try:
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> None:
         matched = asyncio.run(_match(results.values(), matcher, file))
         matches = load_matches(file)
         print(f"matcher: asked {matched['asked']}, kept {matched['kept']}, failed {matched['failed']} (in no rate)")
-    summary = summarise_replay(results.values(), client.model, int(given.get("window", 10)), matches)
+    summary = summarise_replay(results.values(), client.model, window, matches)
     summary["counts"] = counts
     summary["matcher"] = None if matcher is None else matcher.model
     write_json(folder / "summary.json", summary)

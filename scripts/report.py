@@ -27,7 +27,7 @@ from pathlib import Path
 from draco import durable
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
-from draco.arguments import parse
+from draco.arguments import number, parse, whole
 from draco.errors import ConfigError, DracoError
 from draco.report.curves import all_figures
 from draco.report.figures import Figure, require_matplotlib, write_figure
@@ -55,13 +55,6 @@ def prices_of(text: str | None) -> tuple[float, ...] | None:
             f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million"
         ) from None
     return read, again, written
-
-
-def _whole(given: dict[str, str], name: str, default: int) -> int:
-    text = given.get(name, str(default))
-    if not text.isdecimal() or (name == "window" and int(text) < 1):
-        raise ConfigError(f"{name}={text}: expected a whole number{' from 1' if name == 'window' else ''}")
-    return int(text)
 
 
 def _flag(given: dict[str, str], name: str) -> bool:
@@ -96,7 +89,8 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("no run folder is given: python scripts/report.py runs/NAME [runs/OTHER …]")
     runs = [open_run(Path(w)) for w in words]
     prices = prices_of(given.get("prices"))
-    window, count = _whole(given, "window", 10), _whole(given, "audit", 0)
+    window, count = whole(given, "window", 10, least=1), whole(given, "audit", 0)
+    max_mb, max_text = number(given, "max_mb", 64), whole(given, "max_text", 4000)
     pngs, pages = _flag(given, "png"), _flag(given, "html")
     require_matplotlib()  # before minutes of reading
     trained = [r for r in runs if r.trained]
@@ -113,9 +107,7 @@ def main(arguments: list[str]) -> None:
     print(f"tables:  {out / 'tables'}\nfigures: {out / 'figures'} ({len(figures)})\nall:     {out / 'report.md'}")
     if pages:
         for run in trained:
-            size = write_page(
-                run, numbers[run.path], max_mb=float(given.get("max_mb", 64)), max_text=int(given.get("max_text", 4000))
-            )
+            size = write_page(run, numbers[run.path], max_mb=max_mb, max_text=max_text)
             print(f"page:    {run.path / 'report.html'} ({size / 1e6:.1f} MB)")
     if count:
         from draco.analysis.audit import write_sheet

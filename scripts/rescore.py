@@ -3,7 +3,8 @@
     python scripts/rescore.py runs/NAME --rubric static
 
 Writes `rescored/SET/archive/step=…` into the run folder, a step at a time; finished steps are kept, so that it can be
-interrupted. Options (key=value or --key value):
+interrupted. `rescored/SET/made_of.json` says by which criteria and judge; others are refused there. Options (key=value
+or --key value):
     rubric      static (the only kind that is fixed)
     criteria    a packaged set or a YAML file (default: the packaged set named after the environment)
     every       score every so many steps (default 1)
@@ -12,9 +13,13 @@ interrupted. Options (key=value or --key value):
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rubric.static import StaticRubric
@@ -22,10 +27,16 @@ from draco.analysis.judgements import read_groups
 from draco.analysis.judging import judge_config
 from draco.analysis.runs import open_run
 from draco.archive import step_folder, write_step
-from draco.arguments import parse, run_main
+from draco.arguments import parse, run_main, whole
 from draco.errors import ConfigError
 from draco.judge.stage import read_secret
 from draco.run import instantiate
+from draco.runfolder import RESUMABLE, redacted
+from draco.summary import write_json
+from draco.types import Criterion
+
+#: judge options that only carry the calls: no score depends on them
+_CARRIAGE = {n.removeprefix("judge.") for n in RESUMABLE} | {"cache", "backoff_s", "deadline_s", "group_deadline_s"}
 
 
 def main(arguments: list[str]) -> None:
@@ -41,18 +52,21 @@ def main(arguments: list[str]) -> None:
 
 def rescore(path: Path, given: dict[str, str]) -> None:
     """Re-score one run and say what it cost."""
+    every = whole(given, "every", 1, least=1)
     run = open_run(path)
     criteria = given.get("criteria", run.env)
-    stage = StaticRubric(instantiate(judge_config(given, run.config)), criteria)
+    judge = judge_config(given, run.config)
+    stage = StaticRubric(instantiate(judge), criteria)
     environment = run.config["env"].get("environment")  # trajectories that were judged from a file have none
     caveats = instantiate(OmegaConf.create(environment)).caveats if environment else ()
     stage.bind(caveats, read_secret(path / "transcript_secret"))
     stage.needs_citations = False
     out = path / "rescored" / Path(criteria).stem
+    claim(out, made_of(stage.static_criteria, judge))
     calls, cost = 0, 0.0
     unpriced = False
     try:
-        for step in run.steps[:: int(given.get("every", 1))]:
+        for step in run.steps[::every]:
             if step_folder(out, step).is_dir():
                 continue
             rule = UniformCredit()
@@ -66,6 +80,49 @@ def rescore(path: Path, given: dict[str, str]) -> None:
         stage.close()
     bill = "at least " if unpriced else ""
     print(f"{out}: {calls} calls, {bill}${cost:.2f}")
+
+
+def made_of(criteria: Sequence[Criterion], judge: DictConfig) -> dict[str, Any]:
+    """What the scores depend on beside the rollouts: a hash of the criteria's texts, and the judge's options."""
+    texts = json.dumps([[c.title, c.description, c.evaluator_instruction] for c in criteria])
+    options = redacted(OmegaConf.create({"judge": judge}))["judge"]
+    return {
+        "criteria": hashlib.sha256(texts.encode()).hexdigest()[:16],
+        "judge": {k: v for k, v in options.items() if k not in _CARRIAGE},
+    }
+
+
+def claim(out: Path, made: dict[str, Any]) -> None:
+    """Note what the scores in `out` are made of, or see that those there are made of the same.
+
+    Raises:
+        ConfigError: they are not, or nothing says what they are made of.
+    """
+    file = out / "made_of.json"
+    if file.is_file():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        other = [
+            k for k in ("criteria", *sorted({*made["judge"], *before["judge"]})) if _part(before, k) != _part(made, k)
+        ]
+        if not other:
+            return
+        why = "were made with " + ", ".join(
+            "other criteria" if k == "criteria" else f"judge.{k.lstrip('_')}={_part(before, k)}" for k in other
+        )
+    elif (out / "archive").is_dir():
+        why = "do not say which criteria and judge made them (no made_of.json)"
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(file, made)
+        return
+    raise ConfigError(
+        f"the scores in {out} {why}. Rename that folder (figure F4 draws every folder beside it under its name) or "
+        "delete it, or give the criteria file another name"
+    )
+
+
+def _part(made: dict[str, Any], name: str) -> Any:
+    return made["criteria"] if name == "criteria" else made["judge"].get(name)
 
 
 if __name__ == "__main__":

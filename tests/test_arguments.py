@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import evaluate_tau
 import pytest
 
-from draco.arguments import parse, run_main
+from draco.arguments import number, parse, run_main, whole
 from draco.errors import ConfigError
 
 
@@ -34,3 +37,22 @@ def test_a_script_ends_by_what_its_main_returns(
     assert capsys.readouterr().err == "error: not 7\n"
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run_main(lambda a: 1 // 0)
+
+
+def test_numbers_are_refused_by_the_name_of_their_option() -> None:
+    assert (whole({}, "n", 3), whole({"n": "5"}, "n", 3), number({"x": "0.5"}, "x", 1), number({}, "x", 1)) == (
+        3, 5, 0.5, 1,
+    )  # fmt: skip
+    for text in ("x", "-1", "1.5", "", "²"):
+        with pytest.raises(ConfigError, match=rf"^n={text}: expected a whole number from 0$"):
+            whole({"n": text}, "n", 3)
+    for text in ("x", "0", "nan", "inf", "-1"):
+        with pytest.raises(ConfigError, match=rf"^x={text}: expected a number above 0$"):
+            number({"x": text}, "x", 1)
+
+
+@pytest.mark.parametrize("option", ["n", "max_turns", "tasks"])
+def test_a_script_names_the_option_that_is_no_number(option: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{option}=many: expected a whole number"):
+        evaluate_tau.main([f"run={tmp_path}", "checkpoint=base", f"{option}=many"])

@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[1]
 def documented() -> set[str]:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = set(re.findall(r"`([a-z]+/[a-z0-9_/A-Z]+)`", text))
-    names |= {f"termination/{kind}" for kind in Termination} | {f"credit/{reason}" for reason in Reason}
+    names |= {f"termination/{kind}" for kind in Termination if kind is not Termination.UNKNOWN} | {
+        f"credit/{reason}" for reason in Reason
+    }
     return names
 
 

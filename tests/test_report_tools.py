@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import replay as replay_script
 import replay_judge
+import report
 import rescore
 from report_fixture import score_reply, write_run
 from report_judge import judge_server
@@ -331,6 +332,84 @@ def test_the_shape_of_a_file_is_named_where_it_is_unknown_or_incomplete(tmp_path
     assert read_groups_of(tmp_path / "t.json").form == "tau_bench"  # results without a trial number
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": float("nan")}, "field 'reward': expected a finite number, got nan"),
+        ({"reward_info": [1]}, "field 'reward_info': expected an object, got list"),
+        ({"messages": []}, "field 'messages': is empty"),
+        ({"sample": True}, "field 'sample': expected a number from 0, got True"),
+        ({"messages": [{"role": "assistant", "content": ["a", 3]}]}, r"messages\[0\].content\[0\]: expected an object"),
+    ],
+)
+def test_a_faulty_field_is_named_beside_a_line_that_is_no_json(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "f.jsonl", [{"task_id": "a", "messages": chat("x"), **change}])
+    file.write_text(file.read_text(encoding="utf-8") + "{oops\n" * 30, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_groups_of(file)
+    assert "31 malformed rows" in str(caught.value)
+    assert "line 2: no JSON" in str(caught.value)
+    assert str(caught.value).endswith("… and 11 more")
+
+
+def test_lines_end_at_line_feeds_alone_and_encodings_are_told_apart(tmp_path: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat("one\u2028two\u0085three")}] * 2
+    text = "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+    file = tmp_path / "f.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (group,) = read_groups_of(file).groups
+    assert group.trajectories[1].steps[0].action == "one\u2028two\u0085three"
+    file.write_bytes(text.encode("utf-16"))
+    with pytest.raises(ConfigError, match="no UTF-8 text"):
+        read_groups_of(file)
+    file.write_text('{"simulations": 5}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="field 'simulations': expected a list, got int"):
+        read_groups_of(file)
+
+
+def test_an_end_that_the_log_does_not_state_is_a_gap_in_f3(tmp_path: Path) -> None:
+    rows = [labelled(0, s, {"2": 1 - 2 * s}, 1 - 2 * s) for s in range(2)]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+    assert read_table(out, "trajectories")["termination"].to_pylist() == ["unknown"] * 2
+    assert read_groups(out, 0)[0].trajectories[0].termination == "unknown"
+
+    def f3() -> Any:
+        return next(f for f in all_figures([open_run(out)]) if f.name == "F3_terminations")
+
+    assert (f3().panels[0].series, f3().panels[0].gap) == ((), "its log does not say how trajectories ended")
+    rows[0]["termination_reason"] = "agent_stop"
+    judge_trajectories.main([f"input={write(file, rows)}", "judge=labels", f"out={out}", "overwrite=true"])
+    assert [(s.label, s.y) for s in f3().panels[0].series] == [("submitted", (1.0,))]
+    assert "1 rollouts whose log does not say" in f3().note
+
+
+def test_wrong_options_are_one_line_before_anything_is_made(tmp_path: Path, run: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat("x")}] * 2
+    file, out = write(tmp_path / "f.jsonl", rows), tmp_path / "o"
+    with pytest.raises(ConfigError, match="no step_labels, final_label or reward"):
+        judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+    with pytest.raises(ConfigError, match=r"judge\.model is missing"):
+        judge_trajectories.main([f"input={file}", "judge=litellm", f"out={out}"])
+    write(file, [labelled(0, s, {"2": 1}, 1) for s in range(2)])
+    for batch in ("0", "x"):
+        with pytest.raises(ConfigError, match=f"batch={batch}: expected a whole number from 1"):
+            judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}", f"batch={batch}"])
+    assert not out.exists()
+    with pytest.raises(ConfigError, match="choose another out=, or overwrite=true"):
+        judge_trajectories.main([f"input={file}", "judge=labels", f"out={run}"])
+    for every in ("0", "x"):
+        for script in (rescore, replay_judge):
+            with pytest.raises(ConfigError, match=f"every={every}: expected a whole number from 1"):
+                script.main([str(run), f"every={every}"])
+    for text in ("x", "0", "nan"):
+        with pytest.raises(ConfigError, match=f"max_mb={text}: expected a number above 0"):
+            report.main([str(run), f"max_mb={text}"])
+    assert not (run / "tables").exists()
+
+
 def test_tau_results_of_both_shapes(tmp_path: Path) -> None:
     old = [{"task_id": 0, "trial": t, "reward": float(t), "traj": chat(None, "bye")} for t in (0, 1)]
     (tmp_path / "old.json").write_text(json.dumps(old), encoding="utf-8")
@@ -454,6 +533,35 @@ def test_rollouts_are_scored_again_on_a_fixed_set(tmp_path: Path, capsys: pytest
     assert dotted.label == "dynamic+step (rollouts re-scored: fixed)"
     by_hand = [[v["score"] == 1 for v in verdicts if v["step"] == step] for step in (0, 1)]
     assert dotted.y == tuple(sum(passed) / 9 for passed in by_hand)
+
+
+def test_scores_of_other_criteria_or_of_another_judge_are_not_taken_for_finished(tmp_path: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat(None, f"answer {s}")} for s in range(3)]
+    out, file, fixed = tmp_path / "out", write(tmp_path / "f.jsonl", rows), tmp_path / "fixed.yaml"
+    entry = "- {title: Is %s, description: d, evaluator_instruction: e}\n"
+    fixed.write_text("criteria:\n" + entry % "good", encoding="utf-8")
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        again = [str(out), f"criteria={fixed}", *judge]
+        rescore.main(again)
+        rescore.main([*again, "judge.concurrency=1"])  # how calls are carried changes no score
+        with pytest.raises(
+            ConfigError, match=r"fixed were made with judge.model=hosted_vllm/one, judge.temperature=0.1\."
+        ):
+            rescore.main([*again, "judge.model=hosted_vllm/two", "judge.temperature=0.5"])
+        fixed.write_text("criteria:\n" + entry % "better", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"fixed were made with other criteria\. Rename"):
+            rescore.main(again)
+        made = out / "rescored" / "fixed" / "made_of.json"
+        assert address not in made.read_text(encoding="utf-8")
+        made.unlink()
+        with pytest.raises(ConfigError, match=r"no made_of\.json"):
+            rescore.main(again)
+        (out / "rescored" / "fixed").rename(out / "rescored" / "old")
+        rescore.main(again)
+    (figure,) = [f for f in all_figures([open_run(out)]) if f.name == "F4_pass_rate"]
+    assert sorted(s.label.rpartition(" ")[2] for s in figure.panels[0].series if s.dotted) == ["fixed)", "old)"]
 
 
 def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:

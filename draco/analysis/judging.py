@@ -23,9 +23,12 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            return compose("train", list(overrides))
+            config = compose("train", list(overrides))
     except HydraException as error:
         raise ConfigError(f"{' '.join(overrides)}: {' '.join(str(error).split())}") from None
+    if OmegaConf.is_missing(config.judge, "model"):
+        raise ConfigError("judge.model is missing: name the judge's model, such as judge.model=openai/gpt-5.4")
+    return config
 
 
 def judge_config(given: Mapping[str, str], run: Mapping[str, Any]) -> DictConfig:

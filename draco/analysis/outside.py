@@ -2,12 +2,15 @@
 
 A step is an assistant turn: its text, then its tool calls; the observation is all that comes before the next one.
 Without a policy there are no token ids (they are −1); n_j is the completion tokens that the log states, or else the
-number of words and signs of the turn.
+number of words and signs of the turn. A log that does not say how a trajectory ended leaves its end `unknown`.
+
+A `reward` (τ-bench) counts as a label of the whole: 1 or more passes, anything less fails, fractions too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +30,7 @@ _WORDS = re.compile(r"\w+|[^\w\s]")
 _ENDS = {
     "max_steps": Termination.TURN_LIMIT, "infrastructure_error": Termination.ENVIRONMENT_ERROR,
     "too_many_errors": Termination.GAVE_UP, "agent_error": Termination.NO_ACTION,
+    "agent_stop": Termination.SUBMITTED, "user_stop": Termination.SUBMITTED,
 }  # fmt: skip
 _SHOWN = 20  #: faults listed in one error
 
@@ -55,8 +59,7 @@ def read_groups_of(path: Path) -> Outside:
     """
     if not path.is_file():
         raise ConfigError(f"input={path}: no such file")
-    form, rows = _rows(path)
-    faults: list[str] = []
+    form, rows, faults = _rows(path)
     members: dict[str, list[Trajectory]] = defaultdict(list)
     steps: dict[tuple[str, int], Mapping[int, int]] = {}
     finals: dict[tuple[str, int], int] = {}
@@ -78,6 +81,7 @@ def read_groups_of(path: Path) -> Outside:
         if final is not None:
             finals[task, trajectory.sample] = final
     if faults:
+        faults.sort(key=lambda fault: int(fault.partition(":")[0].split()[1]))  # "line 3: …": in the file's order
         more = f"\n… and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]) + more)
     if not members:
@@ -97,28 +101,34 @@ _FIELDS = {
 }
 
 
-def _rows(path: Path) -> tuple[str, list[tuple[str, Any]]]:
-    text = path.read_text(encoding="utf-8")
+def _rows(path: Path) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    """The format, rows with where they stand, and faults: lines that are no JSON."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    faults: list[str] = []
     try:
         whole: Any = json.loads(text)
     except ValueError:
         whole = None
     if isinstance(whole, dict) and "simulations" in whole:
-        return "tau2", [(f"simulation {i}", r) for i, r in enumerate(whole["simulations"])]
+        if not isinstance(whole["simulations"], list):
+            kind = type(whole["simulations"]).__name__
+            raise ConfigError(f"{path}: field 'simulations': expected a list, got {kind}")
+        return "tau2", [(f"simulation {i}", r) for i, r in enumerate(whole["simulations"])], faults
     if isinstance(whole, list):
         rows = [(f"entry {i}", r) for i, r in enumerate(whole)]
     elif isinstance(whole, dict):
         rows = [("line 1", whole)]
     else:
-        rows, faults = [], []
-        for number, line in enumerate(text.splitlines(), start=1):
+        rows = []
+        for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at U+2028 within a string
             if line.strip():
                 try:
                     rows.append((f"line {number}", json.loads(line)))
                 except ValueError as error:
                     faults.append(f"line {number}: no JSON: {error}")
-        if faults:
-            raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]))
     keys = {k for _, row in rows if isinstance(row, dict) for k in row}
     if rows and not keys & {"task_id", "messages", "traj", "query_index"}:
         raise ConfigError(
@@ -126,7 +136,7 @@ def _rows(path: Path) -> tuple[str, list[tuple[str, Any]]]:
             "(τ-bench), simulations (tau2), or query_index, sample_index and messages (AgentProcessBench); "
             f"{rows[0][0]} has {', '.join(sorted(map(str, keys))[:12]) or 'no fields'}"
         )
-    return "tau_bench" if "traj" in keys else "agent_process_bench" if "query_index" in keys else "chat", rows
+    return "tau_bench" if "traj" in keys else "agent_process_bench" if "query_index" in keys else "chat", rows, faults
 
 
 def _task_id(form: str, row: Any) -> str:
@@ -142,11 +152,13 @@ def _trajectory(form: str, row: Any, default: int) -> tuple[Trajectory, Mapping[
     task_id = _task_id(form, row)
     _, sample_field, messages_field = _FIELDS[form]
     sample = row.get(sample_field, default)
-    if not isinstance(sample, int) or sample < 0:
+    if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
         raise _Fault(f"field {sample_field!r}: expected a number from 0, got {sample!r}")
     given = row.get(messages_field)
-    if not isinstance(given, list) or not given:
+    if not isinstance(given, list):
         raise _Fault(f"field {messages_field!r}: expected a list of messages, got {type(given).__name__}")
+    if not given:
+        raise _Fault(f"field {messages_field!r}: is empty")
     messages = [_message(m, f"{messages_field}[{i}]") for i, m in enumerate(given)]
     if not any(m.role == "assistant" for m in messages):
         raise _Fault(f"field {messages_field!r}: no assistant turn in {len(messages)} messages")
@@ -161,7 +173,7 @@ def _trajectory(form: str, row: Any, default: int) -> tuple[Trajectory, Mapping[
         step_of=tuple(step_of),
         logprobs=(0.0,) * len(ids),
         steps=tuple(steps),
-        termination=end or Termination.SUBMITTED,
+        termination=end or Termination.UNKNOWN,
         prompt_tokens=0,
         policy_version=0,
         seed=0,
@@ -177,7 +189,10 @@ def _message(message: Any, where: str) -> Message:
         raise _Fault(f"field {where}.role: expected a text, got {role!r}")
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(str(p.get("text", f"({p.get('type', 'part')})")) for p in content if isinstance(p, dict))
+        for k, part in enumerate(content):
+            if not isinstance(part, dict):
+                raise _Fault(f"field {where}.content[{k}]: expected an object, got {type(part).__name__}")
+        content = "\n".join(str(p.get("text", f"({p.get('type', 'part')})")) for p in content)
     if content is not None and not isinstance(content, str):
         raise _Fault(f"field {where}.content: expected a text, got {type(content).__name__}")
     parts = [content] if content else []
@@ -240,11 +255,14 @@ def _final_label(row: Mapping[str, Any]) -> int | None:
         if label not in (-1, 0, 1):
             raise _Fault(f"field 'final_label': expected −1, 0 or 1, got {label!r}")
         return int(label)
-    reward = row.get("reward", (row.get("reward_info") or {}).get("reward"))
+    info = row.get("reward_info") or {}
+    if not isinstance(info, dict):
+        raise _Fault(f"field 'reward_info': expected an object, got {type(info).__name__}")
+    reward = row.get("reward", info.get("reward"))
     if reward is None:
         return None
-    if not isinstance(reward, int | float):
-        raise _Fault(f"field 'reward': expected a number, got {reward!r}")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise _Fault(f"field 'reward': expected a finite number, got {reward!r}")
     return 1 if reward >= 1 else -1
 
 

@@ -12,6 +12,7 @@ from draco.analysis.runs import Run
 from draco.analysis.series import StepNumbers, Verdicts, archive_numbers, total, windows
 from draco.evaluation.statistics import mean_std
 from draco.report.figures import Figure, Panel, Series
+from draco.types import Termination
 
 __all__ = ["all_figures", "over_seeds"]
 
@@ -102,22 +103,28 @@ def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: S
 
 
 def _terminations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
-    panels, worst = [], 0.0
+    panels, said, worst = [], list[str](), 0.0
     for setting, cell in cells.items():
         counts: dict[int, Counter[str]] = defaultdict(Counter)
+        silent = 0
         for run in cell:
             for s in numbers[run.path]:
-                counts[s.step + 1].update(s.terminations)
+                known = {k: n for k, n in s.terminations.items() if k != Termination.UNKNOWN}
+                counts[s.step + 1].update(known)
+                silent += s.rollouts - sum(known.values())
         # The usual end on top: what goes wrong stands on the axis, where it can be read.
         kinds = sorted(sum(counts.values(), Counter()), key=lambda k: (k == _USUAL, k))
         xs = sorted(s for s in counts if counts[s].total())
         worst = max([worst, *(1 - counts[x][_USUAL] / counts[x].total() for x in xs)])
         series = [Series(k, tuple(map(float, xs)), tuple(counts[x][k] / counts[x].total() for x in xs)) for k in kinds]
-        panels.append(Panel(setting, tuple(series), "stack", gap="" if xs else "no archived step"))
+        gap = "its log does not say how trajectories ended" if silent else "no archived step"
+        panels.append(Panel(setting, tuple(series), "stack", gap="" if xs else gap))
+        if silent and xs:
+            said.append(f"{setting}: {silent} rollouts whose log does not say how they ended are left out.")
     end = 1.0 if not worst else next(m for m in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if 1.1 * worst <= m or m == 1.0)
-    note = "" if end == 1 else f"The axis ends at {end:.0%}: all other rollouts {_USUAL}."
+    said += [] if end == 1 else [f"The axis ends at {end:.0%}: all other rollouts {_USUAL}."]
     return Figure("F3_terminations", "F3 · How training rollouts end", "training step", "share of rollouts",
-                  tuple(panels) or (_nothing("no run"),), note=note, y_max=end)  # fmt: skip
+                  tuple(panels) or (_nothing("no run"),), note=" ".join(said), y_max=end)  # fmt: skip
 
 
 def _pass_rate(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], note: str) -> Figure:
