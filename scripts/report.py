@@ -20,6 +20,7 @@ Options (key=value):
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,18 +51,31 @@ def prices_of(text: str | None) -> tuple[float, ...] | None:
         if len(values) == 2:
             values = [values[0], values[0], values[1]]
         read, again, written = values
+        if not all(0 <= v < math.inf for v in values):
+            raise ValueError
     except ValueError:
         raise ConfigError(
-            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million"
+            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million, each 0 or more"
         ) from None
     return read, again, written
 
 
-def _whole(given: dict[str, str], name: str, default: int) -> int:
+def _whole(given: dict[str, str], name: str, default: int, least: int = 0) -> int:
     text = given.get(name, str(default))
-    if not text.isdecimal() or (name == "window" and int(text) < 1):
-        raise ConfigError(f"{name}={text}: expected a whole number{' from 1' if name == 'window' else ''}")
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name}={text}: expected a whole number from {least}")
     return int(text)
+
+
+def _size(given: dict[str, str], name: str, default: float) -> float:
+    text = given.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name}={text}: expected a number above 0")
+    return value
 
 
 def _flag(given: dict[str, str], name: str) -> bool:
@@ -96,8 +110,9 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("no run folder is given: python scripts/report.py runs/NAME [runs/OTHER …]")
     runs = [open_run(Path(w)) for w in words]
     prices = prices_of(given.get("prices"))
-    window, count = _whole(given, "window", 10), _whole(given, "audit", 0)
+    window, count = _whole(given, "window", 10, 1), _whole(given, "audit", 0)
     pngs, pages = _flag(given, "png"), _flag(given, "html")
+    max_mb, max_text = _size(given, "max_mb", 64), _whole(given, "max_text", 4000, 1)
     require_matplotlib()  # before minutes of reading
     trained = [r for r in runs if r.trained]
     default = trained[0].path if len(runs) == 1 and trained else Path("report")
@@ -113,9 +128,7 @@ def main(arguments: list[str]) -> None:
     print(f"tables:  {out / 'tables'}\nfigures: {out / 'figures'} ({len(figures)})\nall:     {out / 'report.md'}")
     if pages:
         for run in trained:
-            size = write_page(
-                run, numbers[run.path], max_mb=float(given.get("max_mb", 64)), max_text=int(given.get("max_text", 4000))
-            )
+            size = write_page(run, numbers[run.path], max_mb=max_mb, max_text=max_text)
             print(f"page:    {run.path / 'report.html'} ({size / 1e6:.1f} MB)")
     if count:
         from draco.analysis.audit import write_sheet
