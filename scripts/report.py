@@ -20,6 +20,7 @@ Options (key=value):
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,9 +51,11 @@ def prices_of(text: str | None) -> tuple[float, ...] | None:
         if len(values) == 2:
             values = [values[0], values[0], values[1]]
         read, again, written = values
+        if not all(0 <= v < math.inf for v in values):
+            raise ValueError
     except ValueError:
         raise ConfigError(
-            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million"
+            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million, each 0 or more"
         ) from None
     return read, again, written
 
@@ -90,7 +93,7 @@ def main(arguments: list[str]) -> None:
     runs = [open_run(Path(w)) for w in words]
     prices = prices_of(given.get("prices"))
     window, count = whole(given, "window", 10, least=1), whole(given, "audit", 0)
-    max_mb, max_text = number(given, "max_mb", 64), whole(given, "max_text", 4000)
+    max_mb, max_text = number(given, "max_mb", 64), whole(given, "max_text", 4000, least=1)
     pngs, pages = _flag(given, "png"), _flag(given, "html")
     require_matplotlib()  # before minutes of reading
     trained = [r for r in runs if r.trained]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -266,8 +267,11 @@ def test_the_script_prints_one_object_and_a_verdict(capsys: pytest.CaptureFixtur
     assert all(layout["fits"] and not layout["advice"] for layout in printed["layouts"].values())
     assert plan_script.main(options) == 0
     said = capsys.readouterr().out
-    assert "GB a GPU" in said
+    assert "Memory a GPU" in said
     assert "assumed: mfu=0.35" in said
+    assert not re.search(r"\b0\.0\b|[a-z]_[a-z]+ +│|tokens/s", said)  # MB, words, and no speeds of so small a model
+    assert "2.7 MB" in said
+    assert "no speeds and hours" in said
     assert "no bill" in said  # the scripted judge
 
 
@@ -301,10 +305,78 @@ def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixt
     assert "expected one of a100-40gb" in capsys.readouterr().err
     assert plan_script.main(["policy=hf", "policy.path=no/such"]) == 2
     assert "its shape is not shipped" in capsys.readouterr().err
-    for wrong in ("mfu=fast", "gpus=0", "turns=-1"):
-        assert plan_script.main([wrong]) == 2
-        assert f"{wrong}: expected a number above 0" in capsys.readouterr().err
     assert plan_script.main(["policy=tiny", f"judge_from={tmp_path}"]) == 2
     assert "no judge_calls.parquet" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         model_config("no/such")
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "nodes", "local"),
+    [(["gpus=16", "trainer=fsdp_multinode"], 16, 2, 8), (["gpus=16"], 16, 2, 8), (["trainer=fsdp_multinode"], 16, 2, 8),
+     (["gpus=8", "gpus_per_node=4"], 8, 2, 4), (["gpus=6"], 6, 1, 6)],
+)  # fmt: skip
+def test_several_nodes_are_planned_node_by_node(
+    options: list[str], gpus: int, nodes: int, local: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No host has a GPU 8: what to type names the GPUs of one node; shards go over all."""
+    experiment = "experiment=appworld_qwen36_27b"
+    assert plan_script.main([experiment, *options, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["experiment"]["gpus"], plan["experiment"]["nodes"]) == (gpus, nodes)
+    assert any("ignore the network between nodes" in note for note in plan["notes"]) == (nodes > 1)
+    for name, trains, first in (("colocated", local, 0), ("split", local - local // 2, local - local // 2)):
+        layout = plan["layouts"][name]
+        assert layout["update_bytes"]["weights"] == pytest.approx(2 * 26.896e9 / (trains * nodes), rel=0.01)
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", [experiment, *layout["settings"], "run=x"])
+        assert sharded(config)
+        assert processes(config) == (trains, nodes)
+        launch = hydra.utils.instantiate(config.engine.launch)
+        assert launch.servers * nodes == layout["servers"]
+        named = [int(i) for one in launch.gpus for i in one.split(",")]
+        assert set(named) <= set(range(first, local))
+        assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("mfu=fast", "mfu=fast: expected a number"),
+        ("gpus=0", "gpus is 0; expected an integer ≥ 1"),
+        ("gpus=2.5", "gpus is 2.5; expected an integer ≥ 1"),
+        ("gpus=12", "gpus=12: expected at most gpus_per_node=8"),
+        ("gpus_per_node=0", "gpus_per_node is 0; expected an integer ≥ 1"),
+        ("mfu=2", "mfu is 2; expected a number > 0 and ≤ 1"),
+        ("prefill_mfu=nan", "prefill_mfu is nan; expected a number > 0 and ≤ 1"),
+        ("decode_efficiency=0", "decode_efficiency is 0; expected a number > 0 and ≤ 1"),
+        ("tp_efficiency=1.1", "tp_efficiency is 1.1; expected a number > 0 and ≤ 1"),
+        ("sampled_share=-0.1", "sampled_share is -0.1; expected a number > 0 and ≤ 1"),
+        ("response_tokens=-9", "response_tokens is -9; expected a number > 0"),
+        ("turns=inf", "turns is inf; expected a number > 0"),
+        ("reserve=-1", "reserve is -1; expected a number ≥ 0"),
+        ("judge_concurrency=1.5", "judge_concurrency is 1.5; expected an integer ≥ 1"),
+        ("limits.max_response_tokens=-3", "limits.max_response_tokens is -3; expected an integer ≥ 1"),
+        ("foo=1", "'foo': no such option; Valid choices: advantage"),
+        ("foo=1", "assumptions of this script: gpus, gpus_per_node, gpu, judge_from, mfu"),
+        ("mfuu=1", "did you mean mfu?"),
+        ("+foo=1", "+foo=1 adds an option that nothing reads"),
+        ("experiment=nope", "in 'experiment': appworld_qwen25_32b appworld_qwen36_27b"),
+    ],
+)
+def test_what_cannot_be_is_one_line(wrong: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_script.main([wrong]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert said in err
+    assert err.count("\n") == 1
+    assert "search path" not in err
+    assert "append" not in err
+
+
+def test_help_lists_options_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--help", "-h"):
+        assert plan_script.main(["policy=tiny", flag]) == 0
+        said = capsys.readouterr().out
+        assert all(f"    {name}" in said for name in ("gpus ", "gpus_per_node ", "judge_from ", "mfu=0.35", "turns=17"))
+        assert "SECTION.OPTION=VALUE" in said

@@ -186,7 +186,10 @@ def test_the_script_writes_an_overview(tmp_path: Path, run: Path, capsys: pytest
     missing = text[text.index("## Not measured") :]
     assert "F9 · The same calls, judged again: no judge was replayed" in missing
     assert not list(out.rglob("*.png"))
-    for wrong in ("png=1", "window=0", "audit=x", "html=no"):
+    for wrong in (
+        "png=1", "window=0", "audit=x", "html=no", "max_text=-1", "max_text=x", "max_mb=-1", "max_mb=nan",
+        "prices=-1,-2", "prices=nan,1", "prices=1",
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=wrong.split("=")[0] + "="):
             report_script.main([str(run), wrong])
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from draco.checks import whole
 from draco.errors import ConfigError
 from draco.judge.context import needed_context
 from draco.judge.spend import Prices
@@ -24,38 +25,48 @@ __all__ = ["layouts", "make_plan"]
 
 #: the paper's judge, GPT-5.4, by litellm's packaged table of 2026-11
 _GPT = Prices(2.5, 15.0, 0.25)
+#: parameters from which the shares of peak speed that are assumed can hold
+TIMED = 100_000_000
 
 
 def make_plan(
-    config: DictConfig, *, gpus: int, gpu: str, assumptions: Assumptions, archive: Path | None = None
+    config: DictConfig,
+    *,
+    gpus: int,
+    gpu: str,
+    assumptions: Assumptions,
+    archive: Path | None = None,
+    gpus_per_node: int = 8,
 ) -> dict[str, Any]:
     """Memory, time, judge and verdict.
 
     Args:
         config: composed run configuration.
-        gpus: in the machine.
+        gpus: of all machines together.
         gpu: name in `draco.plan.hardware.GPUS`.
         assumptions: efficiencies and means.
         archive: run whose judge calls give the mean tokens of a call.
+        gpus_per_node: of one machine, at most; fewer `gpus` are one machine.
 
     Raises:
-        ConfigError: an unknown GPU or model.
+        ConfigError: an unknown GPU or model, GPUs that fill no whole machines, a size that cannot be.
     """
-    if gpus < 1:
-        raise ConfigError(f"gpus={gpus}; expected 1 or more")
+    _check(config)
+    nodes = _nodes(gpus, gpus_per_node)
     kind, policy = gpu_named(gpu), config.policy
     shape = model_config(policy.path)
     model = build(shape, rank=policy.rank, targets=policy.targets, dtype=policy.dtype)
     size = size_of_model(model, shape, policy.rank)
     itemsize = getattr(torch, policy.dtype).itemsize
     found = {
-        name: _layout(config, size, kind, train, serve, colocated, itemsize, assumptions)
-        for name, (train, serve, colocated) in layouts(gpus).items()
+        name: _layout(config, size, kind, nodes, train, serve, colocated, itemsize, assumptions)
+        for name, (train, serve, colocated) in layouts(gpus // nodes).items()
     }
     return {
         "experiment": {
             "policy": policy.path,
             "gpus": gpus,
+            "nodes": nodes,
             "gpu": gpu,
             "trainer": "fsdp" if sharded(config) else "ddp",
         },
@@ -63,11 +74,54 @@ def make_plan(
         "layouts": found,
         "judge": _judge(config, size, assumptions, archive),
         "assumptions": assumptions.as_dict(),
+        "notes": _notes(size, gpus, nodes),
     }
 
 
+def _check(config: DictConfig) -> None:
+    for name in ("max_prompt_tokens", "max_response_tokens", "max_turns"):
+        whole(f"limits.{name}", config.limits[name], 1)
+    whole("update.micro_batch_tokens", config["update"].micro_batch_tokens, 1)
+    whole("steps", config.steps, 0)
+    whole("tasks_per_step", config.tasks_per_step, 1)
+    whole("group_size", config.group_size, 2)
+    whole("policy.rank", config.policy.rank, 1)
+
+
+def _nodes(gpus: int, per_node: int) -> int:
+    """Machines; each has as many of the GPUs."""
+    whole("gpus_per_node", per_node, 1)
+    whole("gpus", gpus, 1)
+    if gpus > per_node and gpus % per_node:
+        raise ConfigError(
+            f"gpus={gpus}: expected at most gpus_per_node={per_node} (one node) or a multiple of it (whole nodes)"
+        )
+    return max(1, gpus // per_node)
+
+
+def _notes(size: ModelSize, gpus: int, nodes: int) -> list[str]:
+    """What the figures leave out."""
+    found = []
+    if size.parameters < TIMED:
+        found.append(
+            f"no speeds and hours: the assumptions are for models from {TIMED / 1e6:.0f} M parameters; a smaller one "
+            "waits for kernel launches and the environment"
+        )
+    elif nodes > 1:
+        found.append(
+            "seconds, tokens/s and hours ignore the network between nodes; gathering shards over it takes longer"
+        )
+    if nodes > 1:
+        starts = ", ".join(f"{name} {train}" for name, (train, _, _) in layouts(gpus // nodes).items())
+        found.append(
+            f"several nodes: on each, torchrun --nnodes {nodes} --nproc-per-node N ({starts}); scripts/slurm/ starts "
+            "one process a GPU. GPU numbers are those of a node, alike on all"
+        )
+    return found
+
+
 def layouts(gpus: int) -> dict[str, tuple[int, int, bool]]:
-    """GPUs that train, GPUs that serve, and whether they are the same ones in turn."""
+    """Of one node: GPUs that train, GPUs that serve, and whether they are the same ones in turn."""
     found = {"colocated": (gpus, gpus, True)}
     if gpus > 1:
         found["split"] = (gpus - gpus // 2, gpus // 2, False)
@@ -78,6 +132,7 @@ def _layout(
     config: DictConfig,
     size: ModelSize,
     gpu: Gpu,
+    nodes: int,
     train: int,
     serve: int,
     colocated: bool,
@@ -88,7 +143,7 @@ def _layout(
     rollouts = config.tasks_per_step * config.group_size
     longest = limits.max_prompt_tokens + limits.max_response_tokens
     micro = max(longest, config["update"].micro_batch_tokens)
-    shards = train if sharded(config) else 1
+    shards = train * nodes if sharded(config) else 1
     update = update_memory(
         size, tokens=micro, step_tokens=int(micro * a.sampled_share), shards=shards, itemsize=itemsize,
         checkpointing=bool(config.policy.get("gradient_checkpointing", False)),
@@ -103,29 +158,35 @@ def _layout(
         n for n in (1, 2, 4, 8, 16)
         if n <= serve and size.kv_heads % n == 0 and weights / n + longest * size.kv_bytes() / n < room
     ]  # fmt: skip
-    speeds = {n: _speed(size, gpu, load, a, train=train, servers=serve // n, tp=n, room=room) for n in fitting}
+    speeds = {
+        n: _speed(size, gpu, load, a, train=train * nodes, servers=serve // n * nodes, tp=n, room=room) for n in fitting
+    }
     tp = min(speeds, key=lambda n: speeds[n]["rollout_s"], default=0)
-    speed = speeds.get(tp)
+    speed = speeds.get(tp) if size.parameters >= TIMED else None
     serving = {"weights": weights / tp, "kv_cache": room - weights / tp, "total": room} if tp else None
     fits = update.total <= offered and bool(tp)
     return {
-        "train_gpus": train, "serve_gpus": serve, "same_gpus": colocated,
+        "train_gpus": train * nodes, "serve_gpus": serve * nodes, "same_gpus": colocated,
         "update_bytes": update.as_dict(), "resident_bytes": resident,
         "serve_bytes": serving or {"weights": None, "kv_cache": None, "total": None},
-        "tensor_parallel": tp, "servers": serve // tp if tp else 0, "budget_bytes": offered, "fits": fits,
-        "advice": _advice(config, size, update.as_dict(), offered, shards, train, tp, itemsize),
-        "settings": _settings(config, train, serve, tp, colocated, room / gpu.memory) if fits else [],
+        "tensor_parallel": tp, "servers": serve // tp * nodes if tp else 0, "budget_bytes": offered, "fits": fits,
+        "advice": _advice(config, size, update.as_dict(), offered, shards, train * nodes, tp, itemsize),
+        "settings": _settings(config, nodes, train, serve, tp, colocated, room / gpu.memory) if fits else [],
         "speed": speed, "hours": None if speed is None else config.steps * speed["step_s"] / 3600,
     }  # fmt: skip
 
 
-def _settings(config: DictConfig, train: int, serve: int, tp: int, colocated: bool, share: float) -> list[str]:
-    """What to type for a layout: options of train.py."""
+def _settings(
+    config: DictConfig, nodes: int, train: int, serve: int, tp: int, colocated: bool, share: float
+) -> list[str]:
+    """What to type for a layout: options of train.py. `train`, `serve` and GPU numbers are those of one node."""
     first = 0 if colocated else train
     sets = [",".join(str(first + i * tp + j) for j in range(tp)) for i in range(serve // tp)]
+    trainer = ("fsdp" if sharded(config) else "ddp") + ("_multinode" if nodes > 1 else "")
     return [
         f"placement={'colocated' if colocated else 'split'}",
-        f"trainer={'fsdp' if sharded(config) else 'ddp'}",
+        f"trainer={trainer}",
+        *([f"trainer.num_nodes={nodes}"] if nodes > 1 else []),
         f"trainer.devices={train if colocated else list(range(train))}".replace(" ", ""),
         f"engine.launch.tensor_parallel={tp}",
         f"engine.launch.gpus={json.dumps(sets, separators=(',', ':'))}",
