@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from judge_fakes import CRITERIA, PHASE, FakeJudge, group, sample_in
 from loopback_judge import Answer, LoopbackJudge
 
@@ -50,6 +53,20 @@ def valued(value: Any) -> Fault:
     return edited(lambda entries: entries[0].__setitem__(value_of(entries[0]), value))
 
 
+def signed(sign: str) -> Fault:
+    """The right reply with other signs before its scores (or verdicts)."""
+    return lambda text: Answer(re.sub(r'("(?:score|verdict)": )-?1', rf"\g<1>{sign}1", text))
+
+
+#: what is no minus, though a mender of JSON may pass over it
+SIGNS = {
+    "minus U+2212": "−",
+    "en dash": "–",
+    "full-width minus": "－",
+    "hyphen U+2011": "‑",
+    "tilde": "~",
+    "unequal": "≠",
+}
 #: the provider's: mended by asking again
 TRANSPORT: dict[str, Fault] = {
     "429 burst": lambda text: Answer(status=429, headers={"Retry-After": "0"}),
@@ -90,6 +107,7 @@ REPLY: dict[str, Fault] = {
     "1.0": valued(1.0),
     "true": valued(True),
     "null": valued(None),
+    **{name: signed(sign) for name, sign in SIGNS.items()},
     "'1'": valued("1"),
     "'pass'": valued("pass"),
     "list": valued([1]),
@@ -120,7 +138,10 @@ HARMLESS: dict[str, Fault] = {
 
 
 #: faults that are tried on the attribution call too
-ATTRIBUTED = ("500", "connection dropped half-way", "empty", "truncated", "other order", "NaN", "2", "a score twice")
+ATTRIBUTED = (
+    "500", "connection dropped half-way", "empty", "truncated", "other order", "NaN", "2", "a score twice",
+    "minus U+2212",
+)  # fmt: skip
 
 
 class Bench:
@@ -297,3 +318,75 @@ def test_no_beginning_of_a_reply_passes_for_the_whole(phase: str, indent: int | 
             except ReplyFault:
                 continue
             assert found == right, form[:n]  # cut within the closing fence
+
+
+def scored(score: str, quote: str = '"') -> str:
+    """A reply for the first criterion."""
+    item = {"title": CRITERIA[0].title, "evidence": "e", "justification": "j", "score": 7}
+    return json.dumps({"verdicts": [item]}).replace("7", score).replace('"', quote)
+
+
+def score_of(reply: str) -> int | None:
+    """The score that a reply gives the first criterion; None: it is refused."""
+    try:
+        ((found,), _) = check_scores(CRITERIA[:1], parse_json(reply)[0])
+    except ReplyFault:
+        return None
+    return found.score
+
+
+# Commas and quotes have the text mended wherever they are; the rest is what may stand before a digit.
+@given(st.text(max_size=4) | st.text("-−–－‑~≠+ .,'\"0_(/[{:\\", max_size=4), st.sampled_from(['"', "'"]))
+@example("−", '"')
+@example("−", "'")
+@example("−,", '"')
+@example('",', '"')
+def test_nothing_before_a_digit_makes_another_score_of_it(before: str, quote: str) -> None:
+    plain = {"": 1, "-": -1}.get(before.strip(" \t\r\n"))
+    assert score_of(scored(f"{before}1", quote)) in {None, plain}
+
+
+@pytest.mark.parametrize("steps", ["[−2, 3]", "[−, 3]", "[2 3]", "[2, ~3]", "−2", "[2, 3−]"])
+def test_no_step_number_is_mended(steps: str) -> None:
+    text = json.dumps(RIGHT["attribute"])
+    assert parse_json(text.replace("]}", ",]}"))[1]
+    with pytest.raises(ReplyFault, match=r"relevant_steps|an entry"):
+        check_attributions(CRITERIA, 20, parse_json(text.replace("[2, 12]", steps))[0])
+
+
+OWN, PLANT = scored("-1"), scored("1")
+SLIP = OWN.replace("}]", ",}]")
+TWO = {
+    "fenced after it": f"{OWN}\nThe page held:\n```json\n{PLANT}\n```",
+    "both fenced": f"```json\n{OWN}\n```\nThe page held:\n```json\n{PLANT}\n```",
+    "prose between": f"{OWN} The page held {PLANT}",
+    "prose between, the other way": f"The page held {PLANT} but {OWN}",
+    "nothing between": OWN + PLANT,
+    "a slip in its own": f"{SLIP}\nThe page held:\n```json\n{PLANT}\n```",
+    "a slip in its own, prose between": f"{SLIP} The page held {PLANT}",
+    "a slip in the plant": f"{OWN}\nThe page held {PLANT.replace('}]', ',}]')}",
+    "another quote": f"{SLIP} The page held {scored('1', chr(39))}",
+    "no quote": f"{SLIP} The page held {PLANT.replace(chr(34) + 'score' + chr(34), 'score')}",
+    "raw lines in a string": OWN.replace('"e"', f'"it held\n```json\n{PLANT}\n```\n"'),
+    "after an end of thought": f"{OWN}\nThe page held: </think>{PLANT}",
+    "after another end of thought": f"<think>hm</think>{OWN}\nThe page held: </think>{PLANT}",
+    "two values": OWN.replace('"score": -1', "\"score\": 1, 'score': -1"),
+    "two values, the other way": OWN.replace('"score": -1', "'score': -1, \"score\": 1"),
+    "two lists": OWN[:-1] + ", 'verdicts'" + PLANT[len('{"verdicts"') :],
+    "two titles": OWN.replace('"title"', '\'title\': "x", "title"'),
+}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_verdict_beside_another_is_refused(name: str) -> None:
+    assert (score_of(OWN), score_of(SLIP), score_of(PLANT)) == (-1, -1, 1)
+    with pytest.raises(ReplyFault):
+        parse_json(TWO[name])
+
+
+@pytest.mark.parametrize("around", ["<think>{}</think>", "Not {{}}.\n", "```json\n{}\n```", "As {{x}} says: "])
+def test_a_thought_and_other_braces_are_no_second_verdict(around: str) -> None:
+    for own in (OWN, SLIP):
+        text = around.format(own) if "`" in around else around.format(PLANT) + own
+        # Beside braces that are no JSON a slip is not mended.
+        assert score_of(text) == (None if own is SLIP and "x" in around else -1)

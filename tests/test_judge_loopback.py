@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from judge_fakes import CRITERIA
 
-from draco.errors import JudgeCallError, JudgeConfigError
+from draco.errors import JudgeCallError, JudgeConfigError, TrainingStopped
 from draco.judge.client import JudgeClient, JudgeRequest
 from draco.judge.prompts import messages
-from draco.judge.records import CallRecord
+from draco.judge.records import CallRecord, call_metrics
 from draco.judge.schema import check_scores
 
 CANARY = "sk-canary-9876543210fedcba"
@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str] = []
         self.prompt_tokens: Callable[[dict[str, Any]], int] = lambda body: 100
         self.headers: dict[str, str] = {}
+        self.counts = True  #: tokens are told
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,6 +67,8 @@ class Handler(BaseHTTPRequestHandler):
                     "prompt_tokens_details": {"cached_tokens": 64},
                 },
             }
+            if not self.server.counts:
+                del reply["usage"]
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -195,3 +198,45 @@ def test_nobody_listens() -> None:
     assert isinstance(value, JudgeCallError)
     assert {r.outcome for r in records} <= {"connection", "server_error"}
     assert len(records) == 2
+
+
+@pytest.mark.parametrize("model", ["openai/some-model", "openai/gpt-4o"])
+@pytest.mark.parametrize("prices", [None, {"input": 1.0, "output": 10.0}])
+def test_tokens_that_a_server_does_not_tell_are_estimated(
+    server: Server, caplog: pytest.LogCaptureFixture, model: str, prices: dict[str, float] | None
+) -> None:
+    server.counts = False
+    server.answer = lambda n, body: (200, GOOD if n > 1 else "no")
+    value, records = ask(server, model, prices=prices)
+    assert [v.score for v in value] == [1]
+    assert len(records) == 2
+    for r in records:
+        assert r.estimated
+        assert r.tokens_in == pytest.approx(sum(len(text) for _, text in r.messages) / 4, rel=0.05)
+        assert r.tokens_out == -(-len(r.reply) // 4)
+        if prices is not None:
+            assert r.cost_usd == pytest.approx((r.tokens_in + 10 * r.tokens_out) / 1e6)
+        elif model == "openai/gpt-4o":  # in litellm's table
+            assert r.cost_usd == pytest.approx((2.5 * r.tokens_in + 10 * r.tokens_out) / 1e6)
+        else:
+            assert r.cost_usd is None
+    assert call_metrics(records)["judge/estimated_calls"] == 2
+    assert sum("does not say how many tokens" in line for line in caplog.messages) == 1
+
+
+def test_tokens_that_a_server_does_not_tell_count_against_the_caps(server: Server) -> None:
+    server.counts = False
+    server.answer = lambda n, body: (200, "no")
+    for cap in ({"max_usd": 1e-4}, {"max_tokens_total": 100}):
+        stopped, records = ask(server, "openai/gpt-4o", **cap)
+        assert isinstance(stopped, TrainingStopped)
+        assert len(records) <= 1
+        assert "0 judge tokens in 1" not in str(stopped)
+    refused, _ = ask(server, max_usd=1.0)  # the price is unknown, as it is with a count
+    assert isinstance(refused, JudgeConfigError)
+
+
+def test_a_count_that_is_told_is_taken(server: Server) -> None:
+    _, (record,) = ask(server)
+    assert (record.tokens_in, record.tokens_out, record.tokens_cached, record.estimated) == (100, 7, 64, False)
+    assert "judge/estimated_calls" not in call_metrics([record])

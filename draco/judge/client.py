@@ -426,7 +426,7 @@ class JudgeClient:
         use.tokens = reply.usage.tokens_in + reply.usage.tokens_out
         self._replies += 1
         self._reply_tokens += reply.usage.tokens_out
-        self.spend.add(reply.usage, reply.cost_usd, guess)
+        self.spend.add(reply.usage, reply.cost_usd, guess, estimated=reply.estimated)
         self._check_served(call, reply)
         return reply
 
@@ -483,7 +483,7 @@ class JudgeClient:
         call.attempts, call.endpoint = 1, Endpoint(stored.model)
         usage = Usage(stored.tokens_in, stored.tokens_out, stored.tokens_cached)
         seen = (stored.served_model, stored.fingerprint)
-        reply = Reply(stored.reply, False, *seen, usage, stored.cost_usd, stored.latency_s)
+        reply = Reply(stored.reply, False, *seen, usage, stored.cost_usd, stored.latency_s, stored.estimated)
         self._record(call, stored.outcome, "", reply, from_cache=True)
         return (value,)
 
@@ -495,7 +495,7 @@ class JudgeClient:
             Stored(
                 self.redact(reply.text), call.endpoint.model, reply.served_model, reply.fingerprint, outcome,
                 reply.usage.tokens_in, reply.usage.tokens_out, reply.usage.tokens_cached, reply.cost_usd,
-                reply.latency_s,
+                reply.latency_s, reply.estimated,
             ),
         )  # fmt: skip
 
@@ -533,6 +533,7 @@ class JudgeClient:
             reply=self.redact(reply.text) if reply else "",
             repeat=request.repeat,
             from_cache=from_cache,
+            estimated=reply.estimated if reply else False,
         )
         if self._store is not None and not from_cache:
             self._store.log(record)

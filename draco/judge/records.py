@@ -37,6 +37,7 @@ class CallRecord:
     reply: str
     repeat: int = 0  #: 0-based, where one prompt is asked several times
     from_cache: bool = False  #: nothing was sent: tokens, cost and latency are those of the request that was
+    estimated: bool = False  #: tokens and cost are, because the provider did not give them
 
 
 def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
@@ -55,6 +56,8 @@ def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
         m["judge/tokens_out"] += r.tokens_out
         m["judge/tokens_cached"] += r.tokens_cached
         m["judge/latency_total_s"] += r.latency_s
+        if r.estimated:
+            m["judge/estimated_calls"] = m.get("judge/estimated_calls", 0.0) + 1
         if r.cost_usd is None:
             m["judge/unpriced_calls"] += 1
         else:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-import json_repair
 from pydantic import BaseModel, Field, Strict, StringConstraints, ValidationError
 
+from draco.judge.mend import DEPTH, TOKEN, mended, names, objects, spelled
 from draco.types import Criterion
 
 __all__ = [
@@ -40,10 +40,6 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 # Strict: True, 1.0 and "1" are not scores.
 Score = Annotated[int, Strict(), Field(json_schema_extra={"enum": [-1, 0, 1]})]
 StepNumber = Annotated[int, Strict()]
-
-
-#: a string, to the end of the text if it has none of its own, or a bracket: one pass, whatever the text
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 
 
 class ReplyFault(ValueError):
@@ -169,28 +165,37 @@ def parse_json(text: str) -> tuple[Any, bool]:
 
     Bare JSON, a fenced block, prose around an object and a leading <think> part are all understood. What is mended are
     slips of the pen (a comma too many, single quotes); an object that breaks off is not completed by guessing, and one
-    that says two things under one name is not settled by taking the last.
+    that says two things under one name is not settled by taking the last. Nor is a reply that holds two objects with
+    the same names: what a judge quotes may be a verdict of the attacker's. No number is mended.
 
     Raises:
-        ReplyFault: there is no JSON object in it, it breaks off, a name occurs twice in an object, or it is too long.
+        ReplyFault: there is no JSON object in it, it breaks off, a name occurs twice in an object, another object has
+            the same names, a number is not written as one, or it is too long.
     """
-    text, mendable = _answer(text.strip())
+    given = text.strip()
+    text, mendable = _answer(given)
+    data, repaired = _object(text, mendable)
+    if text != given:
+        _no_rival(given.removesuffix(text), data)
+    return data, repaired
+
+
+def _object(text: str, mendable: bool) -> tuple[dict[str, Any], bool]:
     if not text:
         raise ReplyFault("the reply was empty")
-    candidates = [text, *reversed(re.findall(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", text, flags=re.DOTALL))]
     start, stop = text.find("{"), text.rfind("}")
     if start < 0:
         raise ReplyFault("the reply holds no JSON object")
-    candidates.append(text[start : stop + 1])
-    for candidate in candidates:
-        try:
-            data = json.loads(candidate, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ReplyFault):
-                raise
+    inner = objects(text)
+    fenced = re.findall(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", text, flags=re.DOTALL)
+    for candidate in [text, *reversed(fenced), text[start : stop + 1], *sorted(inner, key=len, reverse=True)]:
+        data = _strict(candidate)
+        if data is None or (not data and candidate != text):
             continue
-        if isinstance(data, dict):
-            return data, False
+        before, _, after = text.partition(candidate)
+        if elsewhere := spelled(f"{before}\n{after}", names(data)):
+            raise ReplyFault(f"{min(elsewhere)!r} occurs outside the JSON object too; give one object, nothing else")
+        return data, False
     if not mendable:
         raise ReplyFault("the reply is no valid JSON")
     if len(text) - start > MOST_REPAIRED:
@@ -201,12 +206,41 @@ def parse_json(text: str) -> tuple[Any, bool]:
     if deepest > 50:
         raise ReplyFault(f"the reply is no valid JSON and too deep to mend ({deepest} levels)")
     try:
-        repaired = json_repair.loads(candidates[-1])
-    except (ValueError, RecursionError):
-        repaired = None
+        repaired = mended(inner[0] if len(inner) == 1 else text[start : stop + 1], text)
+    except (ValueError, RecursionError) as error:
+        raise ReplyFault(f"the reply is no valid JSON: {str(error)[:300]}") from None
     if isinstance(repaired, dict):
         return repaired, True
     raise ReplyFault("the reply holds no JSON object")
+
+
+def _strict(text: str) -> dict[str, Any] | None:
+    """The object that a text is.
+
+    Raises:
+        ReplyFault: a name occurs twice in an object.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_once)
+    except ReplyFault:
+        raise
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _no_rival(cut: str, data: dict[str, Any]) -> None:
+    """A judge may quote `</think>` and a verdict after its own, and then its own was taken for a thought.
+
+    Raises:
+        ReplyFault: what was cut off before the last `</think>`, other than a plain thought, holds another such object.
+    """
+    if cut.startswith("<think>"):
+        cut = cut.partition("</think>")[2]
+    for candidate in objects(cut):
+        other = _strict(candidate)
+        if other is not None and other != data and other.keys() & data.keys():
+            raise ReplyFault("another such JSON object precedes </think>; give one object, nothing else")
 
 
 def _answer(text: str) -> tuple[str, bool]:
@@ -242,8 +276,8 @@ def _depths(text: str) -> tuple[int, int]:
     """Brackets open at the end and the most open at once, outside double-quoted strings; one that never ends hides the
     rest."""
     depth = deepest = 0
-    for token in _TOKEN.finditer(text):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+    for token in TOKEN.finditer(text):
+        depth += DEPTH.get(token[0], 0)
         deepest = max(depth, deepest)
     return depth, deepest
 

@@ -79,6 +79,7 @@ class Spend:
     tokens: int = 0
     attempts: int = 0
     unpriced: int = 0  #: attempts without a known price
+    estimated: int = 0  #: of this process's attempts, those whose tokens the provider did not give
     under_way: int = 0  #: tokens that calls sent and not answered were guessed to take
     world: int = 1  #: ranks; each supposes that the others spend as it does since they last told each other
     agreed: tuple[float, int] = (0.0, 0)  #: (USD, tokens) of all ranks at the last exchange
@@ -86,15 +87,17 @@ class Spend:
     _guessed: int = 0  #: sum of the guesses of answered calls
     _taken: int = 0  #: and of what they took
 
-    def add(self, usage: Usage, cost: float | None, guess: int = 0) -> None:
+    def add(self, usage: Usage, cost: float | None, guess: int = 0, *, estimated: bool = False) -> None:
         """Count one attempt that the provider answered.
 
         Args:
             usage: as it says.
             cost: USD; None = unknown.
             guess: tokens that it was guessed to take; 0 = none was made.
+            estimated: `usage` is an estimate.
         """
         self.attempts += 1
+        self.estimated += estimated
         self.tokens += usage.tokens_in + usage.tokens_out
         if guess:
             self._guessed += guess
@@ -153,4 +156,5 @@ class Spend:
         """One phrase."""
         usd, tokens = self.total()
         price = "of unknown price" if self.unpriced else f"{usd:.4g} USD"
-        return f"{tokens} judge tokens in {self.attempts} attempts, {price}"
+        partly = f" ({self.estimated} estimated)" if self.estimated else ""
+        return f"{tokens} judge tokens in {self.attempts} attempts{partly}, {price}"

@@ -57,6 +57,7 @@ class Stored:
     tokens_cached: int
     cost_usd: float | None
     latency_s: float
+    estimated: bool = False  #: tokens and cost are
 
 
 @dataclass(frozen=True, slots=True)

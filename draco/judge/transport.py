@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import logging
 import os
 import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ from draco.judge.redact import Redactor
 from draco.judge.spend import Prices, Usage
 
 __all__ = ["Endpoint", "Fault", "Reply", "Transport", "retry_after"]
+
+log = logging.getLogger("draco")
 
 _WHAT_TO_DO = {
     "auth": "set the provider's key (for example OPENAI_API_KEY) or {base}",
@@ -106,6 +109,7 @@ class Reply:
     usage: Usage
     cost_usd: float | None  #: None: no known price
     latency_s: float
+    estimated: bool = False  #: usage and cost are, because the provider gave none
 
 
 class Fault(Exception):
@@ -165,6 +169,7 @@ class Transport:
                 self._arguments[name] = value
         self._litellm: Any = None
         self._schemas: dict[str, bool] = {}  #: model → it gets the schema
+        self._uncounted: set[str] = set()  #: models whose replies came without their tokens
 
     def load(self) -> Any:
         """Import and set up litellm, once. Called by the first call; call it earlier to take the wait elsewhere."""
@@ -257,27 +262,42 @@ class Transport:
             fault = self._fault(litellm, error)
             fault.latency_s = time.perf_counter() - started
             raise fault from None  # the provider's exception may carry request headers
-        return self._reply(response, time.perf_counter() - started)
+        return self._reply(endpoint.model, messages, response, time.perf_counter() - started)
 
-    def _reply(self, response: Any, latency_s: float) -> Reply:
+    def _reply(self, model: str, messages: list[dict[str, str]], response: Any, latency_s: float) -> Reply:
         usage = getattr(response, "usage", None)
         details = getattr(usage, "prompt_tokens_details", None)
-        counted = Usage(
-            getattr(usage, "prompt_tokens", None) or 0,
-            getattr(usage, "completion_tokens", None) or 0,
-            getattr(details, "cached_tokens", None) or 0,
-        )
+        choice = response.choices[0] if response.choices else None
+        text = (choice.message.content or "") if choice is not None else ""
+        tokens_in = getattr(usage, "prompt_tokens", None) or 0
+        tokens_out = getattr(usage, "completion_tokens", None) or 0
+        # litellm fills in zeros where a server does not say; a prompt has tokens, and so has a reply with a text.
+        estimated = tokens_in <= 0 or (tokens_out <= 0 and text != "")
+        if estimated:
+            tokens_in = tokens_in if tokens_in > 0 else _tokens(m["content"] for m in messages)
+            tokens_out = tokens_out if tokens_out > 0 else _tokens([text])
+            if model not in self._uncounted:
+                self._uncounted.add(model)
+                log.warning(
+                    "%s does not say how many tokens its calls take: they are estimated, four bytes a token, and "
+                    "so are their cost and what counts against judge.max_tokens_total and judge.max_usd",
+                    model,
+                )
+        counted = Usage(tokens_in, tokens_out, min(getattr(details, "cached_tokens", None) or 0, tokens_in))
         hidden = getattr(response, "_hidden_params", None) or {}
         cost = hidden.get("response_cost") if self.prices is None else self.prices.cost(counted)
-        choice = response.choices[0] if response.choices else None
+        if estimated and self.prices is None and not cost:  # litellm's 0 is that of no tokens
+            prices = self.price(model)
+            cost = None if prices is None else prices.cost(counted)
         return Reply(
-            text=(choice.message.content or "") if choice is not None else "",
+            text=text,
             truncated=choice is not None and choice.finish_reason == "length",
             served_model=getattr(response, "model", None) or "",
             fingerprint=getattr(response, "system_fingerprint", None) or "",
             usage=counted,
             cost_usd=cost,
             latency_s=latency_s,
+            estimated=estimated,
         )
 
     def _fault(self, litellm: Any, error: Exception) -> Fault:
@@ -307,6 +327,11 @@ class Transport:
         if isinstance(error, (ConnectionError, OSError)):
             return Fault("connection", text, passing=True)
         return Fault("unexpected", text, passing=False)
+
+
+def _tokens(texts: Iterable[str]) -> int:
+    """About how many tokens texts are, never 0: four bytes each. Text that is not Latin takes more a character."""
+    return max(1, -(-sum(len(text.encode(errors="surrogatepass")) for text in texts) // 4))
 
 
 def _said(error: Exception) -> str:
