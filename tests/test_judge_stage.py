@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,18 @@ def test_records_and_metrics_are_taken_once(fake: FakeJudge, stages: list[Judged
     assert metrics["rubric/pass_rate"] == pytest.approx(judged[0].metrics["rubric/pass_rate"])
     assert stage.take_records() == []
     assert stage.take_metrics() == {}
+
+
+def test_the_order_of_records_is_not_that_of_arrival(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
+    stage = dynamic(stages, fake)
+    list(stage.judge([group(2)]))
+    one = next(r for r in stage.take_records() if r.phase == "score")
+    ways = [("model", ("a", "b")), ("repeat", (0, 1)), ("attempt", (1, 2)), ("prompt_hash", ("0", "1"))]
+    for name, values in ways:
+        both = [replace(one, **{name: value}) for value in values]
+        for arrived in (both, both[::-1]):
+            stage._records.extend(arrived)
+            assert stage.take_records() == both
 
 
 def test_too_many_failures_stop_the_run(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -303,8 +316,6 @@ class ByEndState(Evaluator):
 
 
 def with_end_states(*states: str) -> Group:
-    from dataclasses import replace
-
     return Group(TASK, tuple(replace(trajectory(i), end_state=s) for i, s in enumerate(states)), 0, 3)
 
 

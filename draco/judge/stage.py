@@ -55,7 +55,13 @@ class BaseRubric(RubricStage):
         taken = []
         while self._records:
             taken.append(self._records.popleft())
-        return sorted(taken, key=lambda r: (r.step, r.task_id, CALLS.index(r.phase), r.sample, r.attempt))
+        # Members and repeats ask alike; a fallback is another model within one call, so attempts go before models.
+        return sorted(
+            taken,
+            key=lambda r: (
+                r.step, r.task_id, CALLS.index(r.phase), r.sample, r.repeat, r.attempt, r.model, r.prompt_hash,
+            ),
+        )  # fmt: skip
 
     def take_metrics(self) -> dict[str, float]:
         """Counters and rates over all judgements since the last take."""
