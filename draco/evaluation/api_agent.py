@@ -151,10 +151,18 @@ class ApiAgent:
     ) -> None:
         self._load()
         slots = asyncio.Semaphore(self.concurrency)
+        stopped = False
 
         async def one(task: Task, sample: int) -> None:
+            nonlocal stopped
             async with slots:
-                ended.put(await self._episode(environment, task, sample))
+                if stopped:  # the group's cancellation comes a moment after the next slot is free
+                    return
+                try:
+                    ended.put(await self._episode(environment, task, sample))
+                except ConfigError:
+                    stopped = True
+                    raise
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -168,6 +176,8 @@ class ApiAgent:
             os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no price table from the network
             # It imports more of itself during its first call, and pydantic then warns about types that are not ours.
             warnings.filterwarnings("ignore", message=".*using the `ReadOnly` qualifier", category=UserWarning)
+            # It makes the request's coroutine on a worker thread; a cancellation just then abandons it unstarted.
+            warnings.filterwarnings("ignore", message=".*completion' was never awaited", category=RuntimeWarning)
             import litellm
 
             litellm.suppress_debug_info = True
