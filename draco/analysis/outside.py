@@ -79,7 +79,9 @@ def read_groups_of(path: Path) -> Outside:
             finals[task, trajectory.sample] = final
     if faults:
         more = f"\n… and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]) + more)
+        raise ConfigError(
+            f"{path}: {len(faults)} malformed row{'s' * (len(faults) > 1)}:\n" + "\n".join(faults[:_SHOWN]) + more
+        )
     if not members:
         raise ConfigError(f"{path}: no trajectory in it")
     groups = tuple(
@@ -118,7 +120,9 @@ def _rows(path: Path) -> tuple[str, list[tuple[str, Any]]]:
                 except ValueError as error:
                     faults.append(f"line {number}: no JSON: {error}")
         if faults:
-            raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]))
+            raise ConfigError(
+                f"{path}: {len(faults)} malformed row{'s' * (len(faults) > 1)}:\n" + "\n".join(faults[:_SHOWN])
+            )
     keys = {k for _, row in rows if isinstance(row, dict) for k in row}
     if rows and not keys & {"task_id", "messages", "traj", "query_index"}:
         raise ConfigError(
