@@ -128,7 +128,7 @@ def show(run: Path, outside: Outside) -> None:
           f"{total - judged} not (in the archive's table of failures, with reasons)")  # fmt: skip
     alone = sum(len(g.trajectories) == 1 for g in outside.groups)
     if alone:
-        print(f"{alone} tasks have one trajectory; a group needs two to be compared")
+        print(f"{alone} task{'s have' if alone > 1 else ' has'} one trajectory; a group needs two to be compared")
     print("credit: " + ", ".join(f"{k} {v}" for k, v in sorted(reasons.items())))
     print(f"archive: {run / 'archive'}\npage:    {run / 'report.html'}")
 

@@ -174,6 +174,27 @@ def test_the_notes_say_how_a_tau_bench_was_run(run: Path) -> None:
     assert "test_normal: 1 seed, 1 checkpoint in all, n = 2 (dynamic+step)." in notes
 
 
+def test_a_cell_without_a_spread_is_a_bare_mean_and_the_base_says_what_it_pools(tmp_path: Path, run: Path) -> None:
+    other = write_run(tmp_path / "other")
+    content = evaluation((2, 2)) | {"n": 3, "tgc_pass_hat": [1.0, 1.0, 1.0]}
+    (other / "evaluation_before.json").write_text(json.dumps(content), encoding="utf-8")
+    (other / "evaluation_after.json").unlink()
+    tables = {t.name: t for t in all_tables([open_run(run), open_run(other)])}
+    t4 = tables["T4_success_std"]
+    rows = {r[0]: r for r in t4.rows}
+    assert rows["base"][1] == "50.0 ± 70.7"
+    assert rows["base"][3] == "100.0"  # p3: the other evaluation has n = 2
+    assert rows["dynamic+step"][1] == "75.0"
+    (alone,) = [n for n in t4.notes if n.startswith("One value only")]
+    assert "base (test_normal TGC p3)" in alone
+    assert alone.endswith(", dynamic+step.")
+    (said,) = [n for n in t4.notes if "(base)" in n]
+    assert said.startswith("test_normal: 2 evaluations, n = 2 and 3 (base).")
+    assert "different n" in said
+    (said,) = [n for t in all_tables([open_run(run)]) if t.name == "T4_success_std" for n in t.notes if "(base)" in n]
+    assert said == "test_normal: 1 evaluation, n = 2 (base)."
+
+
 def test_the_script_writes_an_overview(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `report`")
     out = tmp_path / "out"

@@ -83,7 +83,9 @@ def read_groups_of(path: Path) -> Outside:
     if faults:
         faults.sort(key=lambda fault: int(fault.partition(":")[0].split()[1]))  # "line 3: …": in the file's order
         more = f"\n… and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise ConfigError(f"{path}: {len(faults)} malformed rows:\n" + "\n".join(faults[:_SHOWN]) + more)
+        raise ConfigError(
+            f"{path}: {len(faults)} malformed row{'s' * (len(faults) > 1)}:\n" + "\n".join(faults[:_SHOWN]) + more
+        )
     if not members:
         raise ConfigError(f"{path}: no trajectory in it")
     groups = tuple(

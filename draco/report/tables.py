@@ -136,7 +136,7 @@ def _success(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Tab
         return Table(name, title, ("setting",), (), notes=("No evaluation of a trained policy is there.",))
     if spread:
         cells = tuple((n, *(_plus_minus(s) for s in spreads)) for n, spreads in rows)
-        return Table(name, title, ("setting", *columns), cells, notes=(*notes, *_single(rows)))
+        return Table(name, title, ("setting", *columns), cells, notes=(*notes, *_single(rows, columns)))
     means = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
     notes.append("average = mean over the row's columns; a row with a gap has none.")
     return Table(name, title, ("setting", *columns, "average"), means, notes=tuple(notes))
@@ -152,7 +152,7 @@ def _turns(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table
     form = "{:.1f}"
     if spread:
         cells = tuple((n, *(_plus_minus(s, 1.0) for s in spreads)) for n, spreads in rows)
-        return Table(name, title, ("setting", *columns), cells, form, (*notes, *_single(rows)))
+        return Table(name, title, ("setting", *columns), cells, form, (*notes, *_single(rows, columns)))
     means = tuple((n, *(s.mean if s else None for s in spreads), _average(spreads)) for n, spreads in rows)
     return Table(name, title, ("setting", *columns, "average"), means, form, tuple(notes))
 
@@ -249,7 +249,7 @@ def _differences(runs: Sequence[Run]) -> Table:
                 d = paired_bootstrap(means[one], means[other])
                 rows.append((split, other, one, *(100 * v for v in (d.mean, d.low, d.high)), float(d.tasks)))
                 if d.only_one:
-                    notes.append(f"{split}, {other} against {one}: {d.only_one} tasks are in one of them only.")
+                    notes.append(f"{split}, {other} against {one}: {_many(d.only_one, 'task')} in one of them only.")
     if not rows:
         return Table(name, title, columns, (), notes=("Fewer than two settings are there.",))
     return Table(name, title, columns, tuple(rows), "{:+.1f}", tuple(notes), {"tasks": "{:.0f}"})
@@ -271,7 +271,8 @@ def _average(spreads: Sequence[Spread | None]) -> float | None:
 def _plus_minus(spread: Spread | None, scale: float = 100.0) -> str | None:
     if spread is None:
         return None
-    return f"{scale * spread.mean:.1f} ± " + ("–" if spread.std is None else f"{scale * spread.std:.1f}")
+    mean = f"{scale * spread.mean:.1f}"
+    return mean if spread.std is None else f"{mean} ± {scale * spread.std:.1f}"
 
 
 def _counts(runs: Sequence[Run]) -> list[str]:
@@ -286,11 +287,17 @@ def _counts(runs: Sequence[Run]) -> list[str]:
             kinds = f"{seeds} seed{'s' * (seeds > 1)}, {checkpoints} checkpoint{'s' * (checkpoints > 1)} in all"
             same.setdefault(f"{split}: {kinds}, n = {finals[0].n}", []).append(setting)
             if faults := sum(int(e.content.get("quarantined") or 0) for e in finals):
-                said.append(f"{setting}, {split}: {faults} faulted rollouts (failed).")
+                said.append(f"{setting}, {split}: {_many(faults, 'faulted rollout')} (failed).")
             if unknown := sum(int(e.content.get("unevaluated") or 0) for e in finals):
-                said.append(f"{setting}, {split}: {unknown} rollouts whose evaluator failed (left out).")
+                said.append(f"{setting}, {split}: {_many(unknown, 'rollout')} whose evaluator failed (left out).")
             tau |= {_tau_setup(e): None for e in finals if "tau2" in e.content}
-    return [*(f"{text} ({', '.join(who)})." for text, who in same.items()), *said, *tau, *_scaffolds(runs)]
+    return [
+        *(f"{text} ({', '.join(who)})." for text, who in same.items()),
+        *_base_counts(runs),
+        *said,
+        *tau,
+        *_scaffolds(runs),
+    ]
 
 
 def _tau_setup(e: Evaluation) -> str:
@@ -318,6 +325,31 @@ def _gaps(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence
     return [f"Not measured for {name}: {', '.join(columns)}." for name, columns in missing.items()]
 
 
-def _single(rows: Sequence[tuple[str, Sequence[Spread | None]]]) -> list[str]:
-    alone = [name for name, spreads in rows if any(s is not None and s.std is None for s in spreads)]
+def _single(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:
+    """Cells without a std, row by row; a row that has none at all is named alone."""
+    alone: list[str] = []
+    for name, spreads in rows:
+        known = [(c, s) for c, s in zip(columns, spreads, strict=True) if s is not None]
+        single = [c for c, s in known if s.std is None]
+        if single:
+            alone.append(name if len(single) == len(known) else f"{name} ({', '.join(single)})")
     return [f"One value only, so no std: {', '.join(alone)}."] if alone else []
+
+
+def _base_counts(runs: Sequence[Run]) -> list[str]:
+    """What stands behind the base row; evaluations of different n are named, for they are averaged alike."""
+    said = []
+    for split in _splits(runs):
+        bases = _bases(runs, split)
+        if not bases:
+            continue
+        numbers = sorted({e.n for e in bases})
+        text = f"{split}: {_many(len(bases), 'evaluation')}, n = {' and '.join(map(str, numbers))} (base)."
+        if len(numbers) > 1:
+            text += " Evaluations of different n weigh alike in it."
+        said.append(text)
+    return said
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
