@@ -130,6 +130,10 @@ def preflight(
         with table.check("environment", [parts]) as said:
             _need(parts)
             said.append(_environment(parts, config.env.train_split))
+        with table.check("engine", [parts]) as said:
+            _need(parts)
+            parts.engine.check()
+            said.append(f"{type(parts.engine).__name__}: what it needs is there (servers are tried by a run)")
         calls: list[CallRecord] = []
         rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
         own = getattr(rubric, "asks_policy", False)

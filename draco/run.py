@@ -199,6 +199,7 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
         rubric.bind(parts.environment.caveats, secret, run, config.seed, rank())
     if step < config.steps:
         main_only(parts.environment.check)  # before anything large is loaded
+        main_only(parts.engine.check)
         main_only(lambda: check_judge(rubric))
     module.configure_model()
     check_optimizer(module)

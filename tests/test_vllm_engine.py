@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from callbacks.rubric.random import RandomRubric
 from draco.agent import Limits, Rollout, sampling_seed
 from draco.background import BackgroundLoop
 from draco.checkpoint import checkpoints, read_state
-from draco.engine.vllm import VllmEngine, adapters
+from draco.engine.vllm import Launch, VllmEngine, adapters
 from draco.engine.vllm.adapters import AdapterStore, served_keys
 from draco.engine.vllm.routing import Router
 from draco.env.base import Episode, Reply
@@ -589,3 +590,19 @@ def test_a_group_is_asked_of_one_server_alone(start: Callable[..., FakeVllm], op
         asked = {policy.chat.decode(r["prompt"]).split("say ")[1][0] for r in server.requests}
         counts.append(len(asked))
     assert counts == [2, 2]  # no group on both
+
+
+def test_what_cannot_work_is_found_before_weights_are_loaded(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("draco.engine.vllm.engine._REACH_S", 0.3)
+    options: dict[str, Any] = {"max_prompt_tokens": 100, "max_response_tokens": 100}
+    VllmEngine(servers=[start().url], **options).check()
+    with pytest.raises(ConfigError, match=r"engine.servers: http://127.0.0.1:1 is not healthy"):
+        VllmEngine(servers=["http://127.0.0.1:1"], **options).check()
+    with pytest.raises(ConfigError, match=r"engine.python=.*no such interpreter; make the environment with"):
+        VllmEngine(launch=Launch(), python=str(tmp_path / "python"), **options).check()
+    dead = ("engine=vllm", "engine.servers=[http://127.0.0.1:1]", f"run={tmp_path / 'run'}")
+    monkeypatch.setattr(GRPOModule, "configure_model", lambda self: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=r"engine.servers"):
+        train(configuration(*dead))

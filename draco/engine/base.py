@@ -36,6 +36,13 @@ class Engine(ABC):
     #: the update waits until a whole batch is judged, and for `rest`
     rests: bool = False
 
+    def check(self) -> None:  # noqa: B027 - optional
+        """Find in seconds, before any weights are loaded, what cannot work; starts nothing.
+
+        Raises:
+            ConfigError: a component or a server is not there.
+        """
+
     def open(self, policy: Policy, run: Path, *, temperature: float) -> None:  # noqa: B027 - optional
         """Prepare before the first rollout; what cannot work is found here.
 

@@ -32,7 +32,7 @@ from draco.distributed import gather
 from draco.engine.base import Engine, at_a_time
 from draco.engine.vllm.adapters import PREFIX, Adapter, AdapterStore
 from draco.engine.vllm.client import Completion, ModelMissing, Server, ServerBusy
-from draco.engine.vllm.launch import BASE, Launch, Launched, local_rank
+from draco.engine.vllm.launch import BASE, Launch, Launched, interpreter, local_rank
 from draco.engine.vllm.probe import SAMPLED, Probe, default_tolerance
 from draco.engine.vllm.routing import Router
 from draco.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
@@ -43,6 +43,7 @@ from draco.types import Termination
 __all__ = ["VllmEngine"]
 
 T = TypeVar("T")
+_REACH_S = 10.0  #: to wait for a server that should be running
 
 log = logging.getLogger("draco")
 
@@ -155,6 +156,25 @@ class VllmEngine(Engine):
         self._sync_s = 0.0
 
     # --- life cycle -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The interpreter of servers to start is there; servers that should run answer."""
+        if self.urls:
+            self._wait(self._reach())
+        else:
+            interpreter(self.python)
+
+    async def _reach(self) -> None:
+        async with self._session() as session:
+            until = time.monotonic() + _REACH_S
+            for url in self.urls:
+                server = Server(url, session, timeout_s=_REACH_S)
+                while not await server.healthy():
+                    if time.monotonic() > until:
+                        raise ConfigError(
+                            f"engine.servers: {url} is not healthy; is the server running and reachable from here?"
+                        )
+                    await asyncio.sleep(0.2)
 
     def open(self, policy: Policy, run: Path, *, temperature: float) -> None:
         """Start or reach the servers and let each prove the current adapter.

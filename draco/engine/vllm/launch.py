@@ -167,12 +167,12 @@ class Launched:
             return  # local rank 0 has started them, or is doing so
         if reason := _unservable(launch, policy):
             raise ConfigError(reason)
-        interpreter = _interpreter(python)
+        python = interpreter(python)
         logs.mkdir(parents=True, exist_ok=True)
         length = launch.max_len or _length(policy, lengths)
         try:
             for index, port in enumerate(ports):
-                command = launch.command(interpreter, policy, length, port)
+                command = launch.command(python, policy, length, port)
                 self._start(index, command, launch.environment(index, os.environ[key_variable], threads))
         except BaseException:
             self.stop()
@@ -236,7 +236,12 @@ def _on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def _interpreter(python: str) -> str:
+def interpreter(python: str) -> str:
+    """Absolute path of the Python that has vLLM.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     path = Path(python).expanduser()
     if not path.is_file():
         raise ConfigError(
