@@ -34,6 +34,7 @@ from rich.table import Table
 
 from draco.archive import write_step
 from draco.arguments import run_main, whole
+from draco.errors import ConfigError
 from draco.judge.basegroups import archived_groups, compose_config, sample_groups
 from draco.judge.cachemodel import Usage, prompt_usage
 from draco.judge.pipeline import JudgePipeline
@@ -121,9 +122,11 @@ def main(arguments: list[str]) -> int:
             table.add_row(plan, call, *(f"{n:,}" for n in (u.calls, u.tokens, u.cached, u.uncached)))
     console.print(table)
     alike, total = agreement(found["paper"][0], found["lean"][0])
+    if not total:
+        raise ConfigError("the two plans share no verdict: nothing was compared; judge more tasks or rollouts")
     result = {
         "uncached_token_ratio": round(totals["lean"].uncached / totals["paper"].uncached, 4),
-        "agreement": round(alike / total, 4) if total else 1.0,
+        "agreement": round(alike / total, 4),
         "token_ratio": round(totals["lean"].tokens / totals["paper"].tokens, 4),
         "verdicts": total,
         "groups": len(groups),

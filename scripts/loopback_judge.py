@@ -159,11 +159,17 @@ def made_up_reply(body: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    latency = float(options.pop("latency", 0.0))
-    port = int(options.pop("port", 0))
+    usage = "expected latency=SECONDS port=NUMBER"
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"{(__doc__ or '').strip()}\n\n{usage}")
+        return
+    options = {name: value for name, _, value in (argument.partition("=") for argument in sys.argv[1:])}
+    try:
+        latency, port = float(options.pop("latency", "0")), int(options.pop("port", "0"))
+    except ValueError as error:
+        sys.exit(f"error: {error}; {usage}")
     if options:
-        sys.exit(f"unknown option {', '.join(options)}; expected latency=SECONDS port=NUMBER")
+        sys.exit(f"error: unknown option {', '.join(options)}; {usage}")
     with LoopbackJudge(lambda body: Answer(made_up_reply(body), delay_s=latency), port) as judge:
         print(judge.server_address[1], flush=True)
         sys.stdin.read()
