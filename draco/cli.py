@@ -10,7 +10,6 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from draco.checkpoint import checkpoints
 from draco.errors import ConfigError, DracoError, TrainingStopped
 
 if TYPE_CHECKING:
@@ -151,6 +150,8 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
         log.warning("SIGTERM: stopped; %s", go_on)
         raise SystemExit(EXIT_REQUEUE) from None
     except TrainingStopped as error:
+        from draco.checkpoint import checkpoints  # torch: not before signals are listened to
+
         saved = checkpoints(Path(config.run))
         kept = f"saved up to {saved[-1].name}" if saved else "no step was complete, so nothing is saved yet"
         raise TrainingStopped(f"{error}; {kept}, {go_on}") from error
