@@ -12,7 +12,7 @@ number of micro-batches: `shares` deals a rank's rows out evenly, and the update
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -270,11 +270,6 @@ def like(whole: Tensor, target: Tensor) -> Tensor:
         return whole.to(target.device)
     device = target.to_local().device
     return distribute_tensor(whole.to(device), target.device_mesh, target.placements, src_data_rank=None)
-
-
-def full_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`full` of every value, in order: the same calls on every rank."""
-    return {name: full(value) for name, value in tensors.items()}
 
 
 def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, limit: int) -> list[tuple[Row, ...]]:

@@ -232,7 +232,7 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
         try:
             for split, ledger in ledgers.items():
                 try:
-                    with ledger, closing(agent.play(environment, left[split])) as playing:
+                    with closing(agent.play(environment, left[split])) as playing:
                         for trajectory in playing:
                             usage = agent.usage_of(trajectory)
                             ledger.add(record_of(trajectory, evaluator, usage), usage)

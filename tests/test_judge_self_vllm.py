@@ -15,17 +15,12 @@ from fake_vllm import FakeVllm
 from test_run import rows_of, train
 
 from draco.archive import read_calls
-from draco.engine import Engine
-from draco.engine.vllm import VllmEngine
 from draco.errors import ConfigError
 from draco.judge.scripted.reading import read_prompt
 from draco.judge.scripted.replies import reply
 from draco.policy import Policy
 
-pytestmark = [
-    pytest.mark.judge,
-    pytest.mark.skipif(VllmEngine.judge_endpoint is Engine.judge_endpoint, reason="this engine serves no judge"),
-]
+pytestmark = pytest.mark.judge
 
 
 class Judging(FakeVllm):

@@ -16,6 +16,7 @@ from typing import Any
 
 from rapidfuzz import fuzz
 
+from draco import jsonl
 from draco.analysis.agreement import agreement
 from draco.analysis.matching import written
 from draco.archive import read_calls
@@ -74,16 +75,7 @@ def _key(call: Mapping[str, Any]) -> str:
 
 def load_results(file: Path) -> dict[str, dict[str, Any]]:
     """Results by call, failures left out: they are sent again. A last line that a kill cut off is left out."""
-    found: dict[str, dict[str, Any]] = {}
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if row["outcome"] == "ok":
-                found[row["key"]] = row
-    return found
+    return {row["key"]: row for row in jsonl.read(file) if row["outcome"] == "ok"}
 
 
 async def replay_calls(
@@ -107,10 +99,7 @@ async def replay_calls(
     done = load_results(file)
     counts = {"sent": 0, "failed": 0, "kept": 0, "left": 0}
     spent = sum(r["usd"] or 0.0 for r in done.values())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_file() and not file.read_bytes().endswith(b"\n"):
-        with open(file, "a", encoding="utf-8") as stream:
-            stream.write("\n")  # after a line that a kill cut off
+    jsonl.mend(file)
     gate = asyncio.Semaphore(64)
 
     async def one(call: Mapping[str, Any]) -> None:
@@ -145,8 +134,7 @@ async def replay_calls(
                 raise ConfigError("max_usd is set, but this judge has no known price; set it without max_usd")
             spent += row["usd"] or 0.0
             counts["sent"] += 1
-            with open(file, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
+            jsonl.append(file, row)
 
     wanted = [c for c in calls if _key(c) not in done]
     counts["kept"] = len(calls) - len(wanted)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from draco import jsonl
 from draco.errors import JudgeConfigError, JudgeError
 from draco.judge.client import JudgeClient, JudgeRequest
 from draco.judge.prompts import criteria_block, messages, prompt_version
@@ -61,15 +61,7 @@ def written(results: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def load_matches(file: Path) -> dict[str, int]:
     """Pairs by call; a last line that a kill cut off is left out."""
-    found: dict[str, int] = {}
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            found[row["key"]] = row["pairs"]
-    return found
+    return {row["key"]: row["pairs"] for row in jsonl.read(file)}
 
 
 def _side(criteria: Sequence[Sequence[str]], name: str) -> str:
@@ -92,10 +84,7 @@ async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClie
     done = load_matches(file)
     rows = written(results)
     counts = {"asked": 0, "failed": 0, "kept": sum(r["key"] in done for r in rows)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_file() and not file.read_bytes().endswith(b"\n"):
-        with open(file, "a", encoding="utf-8") as stream:
-            stream.write("\n")  # after a line that a kill cut off
+    jsonl.mend(file)
     gate = asyncio.Semaphore(64)
 
     async def one(row: Mapping[str, Any]) -> None:
@@ -121,8 +110,7 @@ async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClie
                 except JudgeError:
                     counts["failed"] += 1
                     return
-        with open(file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"key": row["key"], "pairs": pairs}) + "\n")
+        jsonl.append(file, {"key": row["key"], "pairs": pairs})
 
     tasks = [asyncio.ensure_future(one(r)) for r in rows if r["key"] not in done]
     try:

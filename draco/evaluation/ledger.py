@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
+from draco import jsonl
 from draco.errors import ConfigError
 from draco.evaluation.records import EvalRecord, Usage
 from draco.types import Termination
@@ -37,20 +37,16 @@ class Ledger:
     def __init__(self, file: Path, evaluation: Mapping[str, Any]) -> None:
         self.file, self.evaluation = file, json.loads(json.dumps(evaluation))
         self.episodes: dict[tuple[str, int], tuple[EvalRecord, Usage]] = {}
-        self._whole = 0  # bytes up to the end of the last complete line
-        self._open: IO[bytes] | None = None
-        if file.is_file():
-            self._read()
+        self._begun = False  #: something was appended by this process
+        self._read()
 
     def _read(self) -> None:
-        content = self.file.read_bytes()
-        self._whole = content.rfind(b"\n") + 1  # a kill may have cut the last line
+        lines = jsonl.read(self.file)
         try:
-            lines = [json.loads(line) for line in content[: self._whole].splitlines()]
             past = lines[0]["evaluation"] if lines else self.evaluation
             for line in lines[1:]:
                 self._keep(_record(line["record"]), Usage(**line["usage"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.file} is no list of evaluated episodes ({type(error).__name__}: {error}); delete it, or give "
                 "another out="
@@ -74,29 +70,13 @@ class Ledger:
 
     def add(self, record: EvalRecord, usage: Usage) -> None:
         """Append one episode; it has left the process when this returns."""
-        if self._open is None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._open = self.file.open("ab")
-            self._open.truncate(self._whole)
-            if not self._whole:
-                self._write({"evaluation": self.evaluation})
-        self._write({"record": record.as_dict(), "usage": asdict(usage)})
+        if not self._begun:
+            jsonl.mend(self.file)
+            if not self.file.is_file() or not self.file.stat().st_size:
+                jsonl.append(self.file, {"evaluation": self.evaluation})
+            self._begun = True
+        jsonl.append(self.file, {"record": record.as_dict(), "usage": asdict(usage)})
         self._keep(record, usage)
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        assert self._open is not None
-        self._open.write(json.dumps(line).encode() + b"\n")
-        self._open.flush()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
 
 
 def _record(content: Mapping[str, Any]) -> EvalRecord:

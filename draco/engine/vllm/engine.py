@@ -159,22 +159,29 @@ class VllmEngine(Engine):
 
     def check(self) -> None:
         """The interpreter of servers to start is there; servers that should run answer."""
-        if self.urls:
-            self._wait(self._reach())
-        else:
+        if not self.urls:
             interpreter(self.python)
+            return
+        try:
+            self._wait(self._reach())
+        except EngineError as error:
+            raise ConfigError(str(error)) from error
 
     async def _reach(self) -> None:
         async with self._session() as session:
-            until = time.monotonic() + _REACH_S
             for url in self.urls:
-                server = Server(url, session, timeout_s=_REACH_S)
-                while not await server.healthy():
-                    if time.monotonic() > until:
-                        raise ConfigError(
-                            f"engine.servers: {url} is not healthy; is the server running and reachable from here?"
-                        )
-                    await asyncio.sleep(0.2)
+                await self._answer(Server(url, session, timeout_s=_REACH_S), url, _REACH_S)
+
+    async def _answer(self, server: Server, url: str, within_s: float) -> None:
+        """Wait until a server is healthy."""
+        until = time.monotonic() + within_s
+        while not await server.healthy():
+            if self._launched:
+                self._launched.check()
+            if time.monotonic() > until:
+                option = "engine.launch" if self._launched else "engine.servers"
+                raise EngineError(f"{option}: {url} is not healthy; is the server running and reachable from here?")
+            await asyncio.sleep(0.2)
 
     def open(self, policy: Policy, run: Path, *, temperature: float) -> None:
         """Start or reach the servers and let each prove the current adapter.
@@ -235,16 +242,8 @@ class VllmEngine(Engine):
         async with self._session() as session:
             for seat in self._seats:
                 server = Server(seat.url, session, timeout_s=30)
-                until = time.monotonic() + (self.launch.start_timeout_s if self._launched and self.launch else 30.0)
-                while not await server.healthy():
-                    if self._launched:
-                        self._launched.check()
-                    if time.monotonic() > until:
-                        option = "engine.launch" if self._launched else "engine.servers"
-                        raise EngineError(
-                            f"{option}: {seat.url} is not healthy; is the server running and reachable from here?"
-                        )
-                    await asyncio.sleep(0.2)
+                within_s = self.launch.start_timeout_s if self._launched and self.launch else 30.0
+                await self._answer(server, seat.url, within_s)
                 if self.sleep:
                     await self._waken(server)
                 self._inspect(seat, await server.models(), policy)
@@ -409,7 +408,14 @@ class VllmEngine(Engine):
         adapter, probe = self._sync(policy, temperature)
         ended: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
         finished = threading.Event()
-        future = BackgroundLoop.shared().submit(self._all(rollouts, adapter, probe, temperature, ended, finished))
+
+        async def batch() -> None:
+            try:
+                await self._batch(rollouts, adapter, probe, temperature, ended)
+            finally:
+                finished.set()
+
+        future = BackgroundLoop.shared().submit(batch())
         try:
             for _ in rollouts:
                 yield _next(ended, future)
@@ -420,20 +426,6 @@ class VllmEngine(Engine):
                 finished.wait(10)  # tasks let go of their rollouts
             for rollout in rollouts:
                 rollout.end(Termination.ENGINE_ERROR, "generation was interrupted")
-
-    async def _all(
-        self,
-        rollouts: Sequence[Rollout],
-        adapter: Adapter,
-        probe: Probe,
-        temperature: float,
-        ended: queue.SimpleQueue[Rollout],
-        finished: threading.Event,
-    ) -> None:
-        try:
-            await self._batch(rollouts, adapter, probe, temperature, ended)
-        finally:
-            finished.set()
 
     async def _batch(
         self,

@@ -152,7 +152,7 @@ class Launched:
         key_variable: str,
         threads: int | None,
     ) -> None:
-        self._launch, self._processes, self._logs = launch, list[subprocess.Popen[bytes]](), logs
+        self._processes, self._logs = list[subprocess.Popen[bytes]](), logs
         rank = local_rank()
         ports = _agreed(launch, key_variable) if _torchrun() and world_size() > 1 else _ports(launch, rank)
         if not os.environ.get(key_variable):

@@ -56,10 +56,6 @@ class Router:
         """False while it rests after a loss."""
         return self._clock() >= self._down_until[server]
 
-    def forget_groups(self) -> None:
-        """A new batch has new prompts."""
-        self._home.clear()
-
     def _least_loaded(self, avoid: Collection[int]) -> int:
         count = len(self.loads)
         order = [(self._first + i) % count for i in range(count)]

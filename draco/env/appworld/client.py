@@ -57,7 +57,6 @@ class ForkServer:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.hello: dict[str, Any] = {}  #: what the server said when it was ready
         self.pid = 0
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next = 1
@@ -113,7 +112,7 @@ class ForkServer:
         self._pending[0] = ready
         self._reader_task = asyncio.create_task(self._read(reader))
         try:
-            self.hello = await asyncio.wait_for(ready, options.start_s)
+            await asyncio.wait_for(ready, options.start_s)
         except (Exception, asyncio.CancelledError) as error:
             said = errors.read_text(errors="replace").strip().splitlines()[-1:] if errors.is_file() else []
             await self.stop()

@@ -45,7 +45,6 @@ class Slot:
     server: ForkServer
     experiment: str
     task: str
-    init_s: float
     completed: bool = False
     failed: bool = False
     closed: bool = field(default=False)
@@ -99,7 +98,7 @@ class Pool:
         server, experiment = None, f"e{secrets.token_hex(8)}"
         try:
             server = await self._server(index)
-            ready = await server.request("open", task=task, experiment=experiment, deadline_s=self.open_s)
+            await server.request("open", task=task, experiment=experiment, deadline_s=self.open_s)
         except BaseException:  # whoever asked may have been cancelled while the server went on
             self._leave(index)
             if server is not None and server.alive:
@@ -107,7 +106,7 @@ class Pool:
                 self._tidying.add(tidying)
                 tidying.add_done_callback(self._tidying.discard)
             raise
-        return Slot(server, experiment, task, float(ready["init_s"]))
+        return Slot(server, experiment, task)
 
     async def _place(self) -> None:
         try:

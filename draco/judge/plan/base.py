@@ -56,8 +56,12 @@ class Plan(ABC):
     def score(self, blocks: Blocks, trajectory: Trajectory, criteria: Sequence[Criterion]) -> Material:
         """One attempt and the criteria; also for `assess`."""
 
-    @abstractmethod
     def attribute(
         self, blocks: Blocks, trajectory: Trajectory, criteria: Sequence[Criterion], scored: Sequence[Scored]
     ) -> Material:
-        """One attempt and the criteria with their verdicts; unused where `joint`."""
+        """One attempt and the criteria with their verdicts. Plans that are not `joint` have it.
+
+        Raises:
+            TypeError: the plan attributes in `assess`.
+        """
+        raise TypeError(f"judge.plan={self.name} has no such call")

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from draco.judge.plan.base import Material, Plan
 from draco.judge.plan.dedup import distinct, vocabulary
 from draco.judge.prompts import criteria_block, lean_messages, lean_version
-from draco.judge.schema import Scored
 from draco.judge.transcript import Blocks
 from draco.types import Criterion, Trajectory
 
@@ -62,11 +61,6 @@ class LeanPlan(Plan):
     def score(self, blocks: Blocks, trajectory: Trajectory, criteria: Sequence[Criterion]) -> Material:
         listed = criteria_block(criteria, "Criteria", without=("grounding_references", "evidence"))
         return [blocks.opening(trajectory), blocks.steps(trajectory), listed]
-
-    def attribute(
-        self, blocks: Blocks, trajectory: Trajectory, criteria: Sequence[Criterion], scored: Sequence[Scored]
-    ) -> Material:
-        raise NotImplementedError("the lean plan attributes in `assess`")
 
 
 def named_steps(texts: Iterable[str]) -> frozenset[int]:
