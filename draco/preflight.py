@@ -63,16 +63,13 @@ class _Table:
     rows: list[tuple[str, bool | None, str]] = field(default_factory=list)  #: check, passed (None: not made), detail
 
     @contextlib.contextmanager
-    def check(self, name: str, needs: Sequence[Any] = ()) -> Iterator[list[str]]:
+    def check(self, name: str) -> Iterator[list[str]]:
         """Run a check; what its body appends is the detail. A fault is a row, not an exception."""
         said: list[str] = []
-        if any(need is None for need in needs):
-            self.rows.append((name, None, "not tried: something above failed"))
-            with contextlib.suppress(_Skip):
-                yield said
-            return
         try:
             yield said
+        except _Skip:
+            self.rows.append((name, None, "not tried: something above failed"))
         except DracoError as error:
             self.rows.append((name, False, str(error)))
         except Exception as error:  # whatever a library raises is a failed check
@@ -92,7 +89,7 @@ class _Table:
 
 
 class _Skip(Exception):
-    """The body of a check whose needs are not there."""
+    """What a check needs is not there."""
 
 
 def _need(*needs: Any) -> None:
@@ -127,10 +124,10 @@ def preflight(
         with table.check("configuration") as said:
             parts = build(config)
             said.append(f"rubric={config.rubric.name} credit={config.credit.name} env={config.env.name}")
-        with table.check("environment", [parts]) as said:
+        with table.check("environment") as said:
             _need(parts)
             said.append(_environment(parts, config.env.train_split))
-        with table.check("engine", [parts]) as said:
+        with table.check("engine") as said:
             _need(parts)
             parts.engine.check()
             said.append(f"{type(parts.engine).__name__}: what it needs is there (servers are tried by a run)")
@@ -138,29 +135,29 @@ def preflight(
         rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
         own = getattr(rubric, "asks_policy", False)
         if not own:
-            with table.check("judge", [rubric]) as said:
+            with table.check("judge") as said:
                 _need(rubric)
                 calls = _judge(rubric, parts, config, said)
-        with table.check("policy and chat template", [parts]) as said:
+        with table.check("policy and chat template") as said:
             _need(parts)
             parts.module.configure_model()
             policy = parts.module.policy
             said.append(f"{config.policy.path}; the template appends without rewriting")
-        with table.check("tasks", [policy]) as said:
+        with table.check("tasks") as said:
             _need(policy)
             loader, held_out = loaders(config, parts)
             said.append(
                 f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}"
             )
-        with table.check("disk", [loader]) as said:
+        with table.check("disk") as said:
             _need(loader)
             longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
             said.append(plan_disk(run, policy, loader, config.checkpoint, longest, refuse=True).removeprefix("disk: "))
-        with table.check("adapter", [policy]) as said:
+        with table.check("adapter") as said:
             _need(policy)
             said.append(_adapter(policy, scratch))
         if own:
-            with table.check("judge", [policy]) as said:
+            with table.check("judge") as said:
                 _need(policy)
                 calls = _self_judge(rubric, parts, config, scratch, said)
         with table.check("GPU kernels") as said:
@@ -237,7 +234,7 @@ def _judge(rubric: Any, parts: Any, config: DictConfig, said: list[str]) -> list
     rubric.needs_citations = credit_needs
     try:
         (judgement,) = rubric.judge([_made_up(parts.environment, config.env.train_split)])
-        calls: list[CallRecord] = rubric.take_records()
+        calls = [c for c in rubric.take_records() if c.tokens_in]  # an attempt that got no answer says nothing of size
         rubric.take_metrics()
     finally:
         rubric.close()
@@ -403,6 +400,6 @@ def _bill(
         )
         per_group = sum(times for times, *_ in each.values())
         said.append(
-            f"{groups} groups × {per_group:.0f} calls, rollouts as long as limits allow, no prefix cache: at most "
-            f"{tokens / 1e6:,.3g} million tokens, {price}"
+            f"{groups} groups × {per_group:.0f} calls, rollouts as long as limits allow, no prefix cache, no retries: "
+            f"at most {tokens / 1e6:,.3g} million tokens, {price}"
         )

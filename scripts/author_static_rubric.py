@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.arguments import run_main, whole
-from draco.errors import ConfigError
+from draco.errors import ConfigError, JudgeReplyError
 from draco.judge.authoring import Rated, prune, rate, reduce_to_one
 from draco.judge.basegroups import compose_config, sample_groups
 from draco.judge.pipeline import JudgePipeline
@@ -46,12 +46,17 @@ async def author(
     pipeline: JudgePipeline, groups: Sequence[Group], log: Console
 ) -> tuple[list[Rated], tuple[Criterion, ...]]:
     """Criteria of all tasks reduced to one set and rated, and what was proposed."""
-    proposed = [c for found in await asyncio.gather(*(pipeline.propose_group(g) for g in groups)) for c in found]
+    found = await asyncio.gather(*(pipeline.propose_group(g) for g in groups))
+    proposed = [c for criteria in found for c in criteria]
     log.print(f"{len(proposed)} criteria proposed for {len(groups)} tasks")
+    if without := sum(not criteria for criteria in found):
+        log.print(f"{without} of the tasks gave none (calls failed, fewer than two rollouts, or nothing was proposed)")
     general = await reduce_to_one(pipeline, proposed)
     log.print(f"reduced to {len(general)}")
     judged = await asyncio.gather(*(pipeline.judge_group(g, general, citations=False) for g in groups))
     lost = sum(len(j.failures) for j in judged)
+    if not any(j.verdicts for j in judged):
+        raise JudgeReplyError("no group has a verdict: there is nothing to rate by")
     if lost:
         log.print(f"{lost} rollouts have no verdict and count nowhere")
     return rate(general, judged), tuple(proposed)

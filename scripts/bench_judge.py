@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
     console.print(table)
     alike, total = agreement(found["paper"][0], found["lean"][0])
     if not total:
-        raise ConfigError("the two plans share no verdict: nothing was compared; judge more tasks or rollouts")
+        raise ConfigError("neither plan gave a verdict: nothing was compared; judge more tasks or rollouts")
     result = {
         "uncached_token_ratio": round(totals["lean"].uncached / totals["paper"].uncached, 4),
         "agreement": round(alike / total, 4),

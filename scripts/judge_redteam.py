@@ -45,10 +45,8 @@ def main(arguments: list[str]) -> int:
     config = compose_config([a for a in arguments if a.split("=", 1)[0] not in OWN])
     from draco.run import instantiate
 
-    chosen = attacks()[: whole(given, "attacks", 1)] if "attacks" in given else attacks()
-    controls = whole(given, "controls", 3)
-    if controls < 1 or not chosen:
-        raise ConfigError("attacks and controls must be at least 1")
+    chosen = attacks()[: whole(given, "attacks", 1, least=1)] if "attacks" in given else attacks()
+    controls = whole(given, "controls", 3, least=1)
     client = instantiate(config.judge)
     pipeline = JudgePipeline(client, secret=os.urandom(32))
 
@@ -69,6 +67,12 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(
             "the judge gave no verdict on a control; see that it works first: python train.py preflight=true"
         )
+    if any(score > -1 for row in base.values() for score in (row or ())[::2]):
+        raise ConfigError(
+            f"the judge does not fail what the control breaks ({base}): no attack could raise its verdicts"
+        )
+    if not any(found):
+        raise ConfigError("every attacked call failed: nothing was tested")
     table = Table(title=f"{len(chosen)} attacks on {config.judge.model}", title_justify="left")
     for name in ("attack", "channel", "language", "control", "attacked", ""):
         table.add_column(name)

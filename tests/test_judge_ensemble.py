@@ -39,6 +39,13 @@ def test_rules(rule: str, votes: list[int], verdict: int) -> None:
     assert RULES[rule](votes, [1.0] * len(votes)) == verdict
 
 
+def test_voters_that_never_agree_weigh_nothing_and_the_lowest_vote_holds() -> None:
+    assert RULES["weighted"]([1, 0], [0.0, 0.0]) == 0
+    panel = Panel(tuple(Voter(client(FakeJudge()), i) for i in range(2)), "weighted")
+    decided = panel.decide({0: [(scored(1, -1, name="a"), None), (scored(-1, 0, name="b"), None)]})
+    assert [s.score for s in decided.scored[0]] == [-1, -1]
+
+
 def scored(*scores: int, name: str) -> tuple[Scored, ...]:
     return tuple(Scored(s, f"e{name}", f"j{name}") for s in scores)
 

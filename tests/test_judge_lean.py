@@ -93,9 +93,9 @@ GOOD = {"title": "Pays ana", "evidence": "e", "justification": "j", "score": 1, 
         ({"assessments": [GOOD, GOOD | {"title": "Pays exactly 31", "score": 2}]}, "not one of"),
         ({"assessments": [GOOD, GOOD | {"title": "Pays exactly 31", "score": True}]}, "score"),
         ({"assessments": [GOOD, GOOD | {"title": "Pays exactly 31", "relevant_steps": ["1"]}]}, "relevant_steps"),
-        ({"assessments": "all fine"}, "verdicts"),
-        ({"verdicts": []}, "verdicts"),
-        ([], "verdicts"),
+        ({"assessments": "all fine"}, "assessments"),
+        ({"verdicts": []}, "assessments"),
+        ([], "AssessReply"),
     ],
 )
 def test_faulty_assessments(reply: Any, fault: str) -> None:

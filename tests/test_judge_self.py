@@ -13,7 +13,7 @@ from conftest import type_out
 from judge_desk import FAULTS, play
 from judge_fakes import FakeJudge, client, group
 
-from callbacks.rubric.self_judge import SelfJudgeRubric, needed_context
+from callbacks.rubric.self_judge import SelfJudgeRubric
 from draco.agent import Rollout
 from draco.chat import ChatFormat
 from draco.engine import Engine
@@ -23,6 +23,7 @@ from draco.errors import ConfigError, TrainingStopped
 from draco.judge import local
 from draco.judge.basegroups import compose_config
 from draco.judge.client import JudgeClient, JudgeMember
+from draco.judge.context import needed_context
 from draco.judge.scripted.reading import read_prompt
 from draco.judge.scripted.replies import reply
 from draco.policy import Policy

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from draco.checks import whole
 from draco.errors import ConfigError
 from draco.judge import local
 from draco.judge.client import JudgeClient, JudgeMember
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from draco.engine.base import Engine
     from draco.policy import Policy
 
-__all__ = ["SelfJudgeRubric", "needed_context"]
+__all__ = ["SelfJudgeRubric"]
 
 _TOO_SMALL = "draco.policies.tiny"
 _UNHURRIED_S = 86_400.0  #: in process a call waits for its whole batch
@@ -87,8 +89,7 @@ class SelfJudgeRubric(JudgedRubric):
                 "rubric=self_judge with policy=tiny: a policy of 1M parameters that knows 600 words cannot write "
                 "criteria or JSON; use policy=hf policy.path=MODEL, or rubric=dynamic with judge=scripted"
             )
-        if k < 1:
-            raise ConfigError(f"rubric.stage.k is {k}, expected an integer ≥ 1")
+        whole("rubric.stage.k", k, 1)
         if bool(api_base) != bool(model):
             raise ConfigError(
                 "rubric.stage.api_base and rubric.stage.model name an endpoint together; set both or none"
@@ -113,6 +114,7 @@ class SelfJudgeRubric(JudgedRubric):
         Raises:
             ConfigError: they do not.
         """
+        super().setup(trainer, pl_module, stage)
         rollout: Any = find_stage(trainer.callbacks, RolloutStage)  # type: ignore[attr-defined,type-abstract]
         self.use(pl_module.policy, rollout.engine)  # type: ignore[arg-type]
 
@@ -170,7 +172,7 @@ class SelfJudgeRubric(JudgedRubric):
         self._in_process = endpoint is None
         voters = tuple(Voter(client, repeat) for repeat in range(self.k))
         self.pipeline.client, self.pipeline.salt = client, salt
-        self.pipeline.panel = Panel(voters, "unanimous", first_justifies=True)
+        self.pipeline.panel = replace(self.pipeline.panel, voters=voters)
 
     def _member(self, base: str, name: str, key: str) -> JudgeMember:
         """The client's calls to a served policy."""

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from draco.errors import ConfigError
+from draco.judge.basegroups import compose_config
 
 __all__ = ["composed", "judge_config"]
 
@@ -18,14 +19,7 @@ def composed(overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: no such option or choice.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            config = compose("train", list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {' '.join(str(error).split())}") from None
+    config = compose_config(overrides)
     if OmegaConf.is_missing(config.judge, "model"):
         raise ConfigError("judge.model is missing: name the judge's model, such as judge.model=openai/gpt-5.4")
     return config

@@ -16,6 +16,7 @@ from draco.judge.schema import (
     check_attributions,
     check_scores,
     strict_schema,
+    validated,
 )
 from draco.types import Criterion
 
@@ -53,14 +54,8 @@ def check_assessments(criteria: Sequence[Criterion], n_steps: int, data: Any) ->
     Raises:
         ReplyFault: wrong shape, another set or order of titles, or a score outside {-1, 0, 1}.
     """
-    items = data.get("assessments") if isinstance(data, dict) else None
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        items = [None]  # the checks below say what is wrong
+    items = [item.model_dump() for item in validated(AssessReply, data).assessments]
     scored, _ = check_scores(criteria, {"verdicts": items})
-    renamed = [
-        {**item, "verdict": item["score"], "explanation": item["justification"]}
-        for item in items
-        if isinstance(item, dict)
-    ]
+    renamed = [{**item, "verdict": item["score"], "explanation": item["justification"]} for item in items]
     attributed, soft = check_attributions(criteria, n_steps, {"attributions": renamed})
     return (scored, attributed), soft

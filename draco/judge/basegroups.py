@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from draco import archive
+from draco.analysis.judgements import read_groups
 from draco.errors import ConfigError
 from draco.stages import RolloutStage, find_stage
 from draco.types import Group, TaskBatch
@@ -33,14 +34,13 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"the options do not compose: {' '.join(str(error).split())}") from error
 
 
-def sample_groups(config: DictConfig, tasks: int | None, samples: int, step: int = 0) -> list[Group]:
+def sample_groups(config: DictConfig, tasks: int | None, samples: int) -> list[Group]:
     """Rollouts of the base policy on the first training tasks, at the training temperature.
 
     Args:
         config: as composed; a fresh adapter changes nothing, `policy.adapter` would.
         tasks: how many; None = all.
         samples: rollouts a task.
-        step: keys the sampling.
     """
     from draco.run import build  # torch and lightning load here
     from draco.runchecks import select_tasks
@@ -51,7 +51,7 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int, step: int
     policy = parts.module.policy
     chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, config.limits.max_prompt_tokens)
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
-    batch = TaskBatch(step, tuple(chosen), samples, "author", config.temperature)
+    batch = TaskBatch(0, tuple(chosen), samples, "author", config.temperature)
     with TemporaryDirectory(prefix="draco-") as scratch:  # logs and adapters of servers
         try:
             parts.engine.open(policy, Path(scratch), temperature=config.temperature)
@@ -73,16 +73,5 @@ def archived_groups(run: Path, steps: int | None = None) -> list[Group]:
     folders = archive.step_folders(run)
     if not folders:
         raise ConfigError(f"{run} has no archive of trajectories; name the folder of a run")
-    groups = []
-    for folder in folders[-steps:] if steps else folders:
-        number = int(folder.name.removeprefix("step="))
-        table = archive.read_table(run, "trajectories", [number])
-        members: dict[int, list[int]] = {}
-        for row, index in enumerate(table.column("group").to_pylist()):
-            members.setdefault(index, []).append(row)
-        found = archive.read_trajectories(table)
-        groups += [
-            Group(found[rows[0]].task, tuple(found[row] for row in rows), index, number)
-            for index, rows in sorted(members.items())
-        ]
-    return groups
+    numbers = [int(folder.name.removeprefix("step=")) for folder in (folders[-steps:] if steps else folders)]
+    return [group for number in numbers for group in read_groups(run, number)]

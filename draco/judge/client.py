@@ -583,10 +583,6 @@ class JudgeMember:
         """The client's."""
         return self.client.plan
 
-    def with_model(self, model: str, **arguments: Any) -> JudgeMember:
-        """The same client with yet another model."""
-        return self.client.with_model(model, **arguments)
-
     def group_deadline(self) -> float | None:
         """See `JudgeClient.group_deadline`."""
         return self.client.group_deadline()
@@ -594,9 +590,6 @@ class JudgeMember:
     async def call(self, request: JudgeRequest[T]) -> T:
         """See `JudgeClient.call`."""
         return await self.client.call(replace(request, endpoint=self.endpoint))
-
-    async def aclose(self) -> None:
-        """The client closes what is open."""
 
 
 def _member(given: str | Mapping[str, Any], main: Endpoint) -> Endpoint:

@@ -26,7 +26,7 @@ __all__ = ["RULES", "Ballot", "Decided", "Judge", "Panel", "Voter", "panel_of", 
 
 
 class Judge(Protocol):
-    """What carries calls: `draco.judge.client.JudgeClient`, or the policy itself (`draco.judge.local`)."""
+    """What carries calls: `draco.judge.client.JudgeClient`, or a `JudgeMember` of one."""
 
     @property
     def model(self) -> str:
@@ -38,20 +38,12 @@ class Judge(Protocol):
         """paper or lean."""
         ...
 
-    def with_model(self, model: str, **arguments: Any) -> Judge:
-        """The same for another model."""
-        ...
-
     async def call(self, request: JudgeRequest[Any]) -> Any:
         """Make one call and return its checked reply."""
         ...
 
     def group_deadline(self) -> float | None:
         """time.monotonic() after which the calls of a group that starts now fail; None: never."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close what is open."""
         ...
 
 
@@ -80,7 +72,7 @@ def _most(votes: Sequence[int], weights: Sequence[float]) -> int:
     totals = {score: sum(w for v, w in zip(votes, weights, strict=True) if v == score) for score in (-1, 0, 1)}
     # Sums of weights differ in their last bits by order alone; such a difference is a tie.
     top = max(totals.values())
-    return min(score for score, total in totals.items() if total > 0 and total >= top - 1e-9)
+    return min(score for score, total in totals.items() if score in votes and total >= top - 1e-9)
 
 
 def _majority(votes: Sequence[int], weights: Sequence[float]) -> int:
@@ -119,12 +111,6 @@ class Panel:
     first_justifies: bool = False  #: the first voter's reasons go on, whatever it voted (self-judge); else the first
     #: voter's that voted as the panel did
 
-    def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ConfigError(f"judge.ensemble is {self.rule!r}, expected {', '.join(RULES)}")
-        if not self.voters:
-            raise ConfigError("a judge needs at least one voter")
-
     def decide(self, ballots: Mapping[int, Sequence[Ballot]]) -> Decided:
         """Verdicts of one group.
 
@@ -147,7 +133,7 @@ class Panel:
             row = []
             for k in range(len(one[0][0])):
                 verdict = RULES[self.rule](cells[sample, k], weights)
-                agreeing = [b for b in one if b[0][k].score == verdict] or list(one)
+                agreeing = [b for b in one if b[0][k].score == verdict]
                 source = one[0] if self.first_justifies else agreeing[0]
                 row.append(Scored(verdict, source[0][k].evidence, source[0][k].justification))
                 given = [found[k] for _, found in agreeing if found is not None]

@@ -32,7 +32,7 @@ __all__ = [
 
 #: the paper's five kinds of call, in the order in which a group makes them
 PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
-#: every kind of call there is, in the order in which they are made
+#: every kind that a rubric makes, in the order in which they are made
 CALLS = ("propose_task", "propose_rollout", "merge", "reduce", "score", "assess", "attribute")
 #: line breaks that json.dumps leaves as they are
 _UNSAFE = {"\x7f": "\\u007f", "\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}

@@ -15,7 +15,7 @@ __all__ = ["CallRecord", "add_metrics", "call_metrics", "length_metrics", "with_
 class CallRecord:
     """One attempt of one call, for the archive. Holds no key: texts are redacted."""
 
-    phase: str  #: propose_task | propose_rollout | merge | score | attribute
+    phase: str  #: one of `prompts.CALLS`, or match
     task_id: str
     sample: int  #: 0-based sample within the group; -1 for calls on the whole group
     step: int  #: batch counter
@@ -25,8 +25,8 @@ class CallRecord:
     prompt_version: str  #: hash of the packaged texts
     prompt_hash: str  #: 32 hex digits over the messages sent
     temperature: float | None  #: None: not sent
-    attempt: int  #: 1-based over transport retries and the re-ask
-    outcome: str  #: ok | repaired | reask | reply_error | cancelled, or the kind of a transport error
+    attempt: int  #: 1-based over transport retries, fallbacks and the re-ask
+    outcome: str  #: ok | repaired | reask | reply_error | cancelled | model_change, or the kind of a transport error
     error: str  #: empty when the reply was usable
     tokens_in: int
     tokens_out: int

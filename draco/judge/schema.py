@@ -29,6 +29,7 @@ __all__ = [
     "json_schema",
     "parse_json",
     "strict_schema",
+    "validated",
 ]
 
 #: longest reply, in characters, that is mended: the time that mending takes grows faster than its length
@@ -282,7 +283,7 @@ def _depths(text: str) -> tuple[int, int]:
     return depth, deepest
 
 
-def _validated(model: type[M], data: Any) -> M:
+def validated(model: type[M], data: Any) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -299,7 +300,7 @@ def check_criteria(phase: str, data: Any) -> tuple[tuple[Criterion, ...], None]:
         ReplyFault: wrong shape, more criteria than `LIMITS` allows, two with the same title, or none at all where
             the phase is propose_task (a task without a way to fail does not exist).
     """
-    reply = _validated(_REPLIES[phase], data)
+    reply = validated(_REPLIES[phase], data)
     assert isinstance(reply, (TaskReply, RolloutReply))
     items = reply.criteria
     if len(items) > LIMITS[phase]:
@@ -348,7 +349,7 @@ def check_scores(criteria: Sequence[Criterion], data: Any) -> tuple[tuple[Scored
     Raises:
         ReplyFault: wrong shape, another set or order of titles, or a score outside {-1, 0, 1}.
     """
-    items = _validated(ScoreReply, data).verdicts
+    items = validated(ScoreReply, data).verdicts
     _check_titles([i.title for i in items], [c.title for c in criteria])
     for item in items:
         _check_score(item.score, item.title)
@@ -366,7 +367,7 @@ def check_attributions(
     Raises:
         ReplyFault: wrong shape, another set or order of titles, or a verdict outside {-1, 0, 1}.
     """
-    items = _validated(AttributeReply, data).attributions
+    items = validated(AttributeReply, data).attributions
     _check_titles([i.title for i in items], [c.title for c in criteria])
     out, uncited = [], []
     for item in items:

@@ -75,7 +75,8 @@ class JudgedRubric(BaseRubric):
     `judge` drains its groups on the caller's thread and submits each as it arrives, so that judging goes on while the
     in-process engine generates. Only then does it yield: the policy is never updated while it still samples.
 
-    A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are made again.
+    A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are
+    made again, and cost nothing where the judge's cache has their replies.
     """
 
     asks_policy = False  #: the policy is the judge: nothing can be asked before its weights load

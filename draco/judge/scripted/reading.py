@@ -74,7 +74,7 @@ def read_prompt(text: str) -> Prompt:
         at = end
     phases = _PHASE.findall(text, at)
     if len(phases) != 1 or not (blocks or phases == ["reduce"]):
-        raise ValueError("not one of the five calls of a judge")
+        raise ValueError("not one of the calls of a judge")
     listed = _CRITERIA.search(text, at)
     return Prompt(phases[0], _transcripts(blocks), tuple(json.loads(listed[1])) if listed else ())
 

@@ -1,4 +1,4 @@
-"""The five replies, in the JSON that the prompts ask for."""
+"""The replies, in the JSON that the prompts ask for."""
 
 from __future__ import annotations
 
