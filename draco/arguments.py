@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from draco.errors import ConfigError, DracoError
 
-__all__ = ["number", "parse", "run_main", "whole"]
+__all__ = ["number", "parse", "prices_of", "run_main", "whole"]
 
 
 def run_main(main: Callable[[list[str]], int | None]) -> NoReturn:
@@ -92,3 +92,29 @@ def number(given: Mapping[str, str], name: str, default: float) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name}={text}: expected a number above 0")
     return value
+
+
+def prices_of(text: object, name: str = "prices") -> tuple[float, float, float] | None:
+    """USD a million tokens read, read again from a cache, and written; None where nothing is given.
+
+    Args:
+        text: two or three numbers with commas; of two, reading again costs what reading does.
+        name: the option's.
+
+    Raises:
+        ConfigError: not that.
+    """
+    if text is None:
+        return None
+    try:
+        values = [float(v) for v in str(text).split(",")]
+        if len(values) == 2:
+            values = [values[0], values[0], values[1]]
+        read, again, written = values
+        if not all(0 <= v < math.inf for v in values):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{name}={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million, each 0 or more"
+        ) from None
+    return read, again, written

@@ -205,7 +205,7 @@ def all_reduce_sum(parameters: Sequence[nn.Parameter], counts: Sequence[float]) 
 
 
 #: Metrics that count, beside the counters of the judge.
-_COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s", "engine/retries")
+_COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s", "engine/retries", "engine/servers_lost")
 
 
 def merge_metrics(many: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -36,12 +36,12 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import run_main
+from draco.arguments import prices_of, run_main
 from draco.checks import whole
 from draco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from draco.evaluation.records import Prices
+    pass
 
 OPTIONS = {
     "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
@@ -87,26 +87,9 @@ def run_config(run: Path) -> DictConfig:
     return config
 
 
-def prices_of(text: Any) -> Prices | None:
-    """Two or three numbers with commas; a price for reading again defaults to that for reading.
-
-    Raises:
-        ConfigError: not that.
-    """
-    if text is None:
-        return None
-    try:
-        values = [float(v) for v in str(text).split(",")]
-        read, again, written = values if len(values) == 3 else (values[0], values[0], values[1])
-    except (ValueError, IndexError):
-        raise ConfigError(
-            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million"
-        ) from None
-    return read, again, written
-
-
 def main(arguments: list[str]) -> None:
-    """Evaluate, print tables, write `SPLIT-CHECKPOINT-nN.json`, one file over checkpoints, and leaderboard.json."""
+    """Evaluate, print tables, write `SPLIT-CHECKPOINT-nN.json` (`…-firstK.json` with tasks=K), one file over
+    checkpoints, and leaderboard.json."""
     if "env=tau_banking" in arguments:
         import evaluate_tau  # its options: scripts/evaluate_tau.py
 
@@ -120,11 +103,13 @@ def main(arguments: list[str]) -> None:
         whole(name, given.get(name), 1, optional=True)
     api = given.get("policy") == "litellm"
     n = given.get("n") or 1
+    # A part of the tasks has a name of its own: it must not take the place of all.
+    size = f"n{n}" + (f"-first{given['tasks']}" if given.get("tasks") else "")
     results, folder = _api(given, n) if api else _run(given, n)
     console = Console()
     by_split: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for result in results:
-        file = folder / f"{result['split']}-{result['checkpoint']}-n{n}.json"
+        file = folder / f"{result['split']}-{result['checkpoint']}-{size}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, result)
         show(result, console)
@@ -136,7 +121,7 @@ def main(arguments: list[str]) -> None:
         if len(parts) > 1:
             overall[split] = over_checkpoints(parts)
             name = str(given.get("checkpoints", given.get("checkpoint"))).replace(",", "+")
-            write_json(folder / f"{split}-{name}-n{n}.json", overall[split])
+            write_json(folder / f"{split}-{name}-{size}.json", overall[split])
             show_spread(overall[split], console)
     write_json(folder / "leaderboard.json", leaderboard(overall))
     print(f"leaderboard: {folder / 'leaderboard.json'}")

@@ -29,7 +29,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from draco import checkpoint
-from draco.arguments import parse, whole
+from draco.arguments import parse, prices_of, whole
 from draco.errors import ConfigError
 from draco.evaluation.tau import BANKING, TauOptions, parse_results, run_tau2, served, tau2_version
 from draco.summary import write_json
@@ -64,10 +64,10 @@ def main(arguments: list[str]) -> None:
         **named,
     )
     file = Path(given["results"]) if "results" in given else _play(run, given, tau, folder, name)
-    prices, user_prices = _prices(given.get("prices"), "prices"), _prices(given.get("user_prices"), "user_prices")
+    prices, user_prices = prices_of(given.get("prices")), prices_of(given.get("user_prices"), "user_prices")
     content = parse_results(file, n=n, prices=prices, user_prices=user_prices)
     split = "tau_banking" if tau.domain == BANKING else f"tau_{tau.domain}"
-    out = run / "evaluations" / f"{split}-{name}-n{n}.json"
+    out = run / "evaluations" / f"{split}-{name}-n{n}{f'-first{tau.tasks}' if tau.tasks else ''}.json"
     settings = {"domain": tau.domain, "retrieval": tau.retrieval, "user": tau.user, "max_turns": tau.max_turns}
     content["tau2"] = {"version": tau2_version(tau.tau2), **content["tau2"]}
     write_json(out, {"run": str(run), "checkpoint": name, "split": split, **settings, **content})
@@ -100,16 +100,6 @@ def _play(run: Path, given: dict[str, str], tau: TauOptions, folder: Path | None
         log=run / "vllm-tau2.log",
     ) as (served_name, api_base):
         return run_tau2(tau, served_name, api_base, save_to)
-
-
-def _prices(text: str | None, name: str) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        read, written = (float(v) for v in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{name}={text}: expected READ,WRITTEN in USD per million tokens") from None
-    return read, written
 
 
 def show(content: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import Qwen2Config
 
 from draco.attention import pack_attention
-from draco.distributed import all_reduce_sum
 from draco.options import LossOptions
 from draco.packing import Row
 from draco.plan.hardware import GPUS
@@ -117,7 +116,7 @@ def update(policy: Policy, rows: list[Row], layout: str, device: torch.device, p
 
 
 def world_of_one(policy: Policy, device: torch.device) -> dict[str, Any]:
-    """The collective path: a flat all-reduce of the adapter's gradient."""
+    """One all-reduce of something of the size of the adapter's gradient."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,9 +128,7 @@ def world_of_one(policy: Policy, device: torch.device) -> dict[str, Any]:
         result: dict[str, Any] = {"parameters": flat.numel()}
         with measured(device, result):
             dist.all_reduce(flat)
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        result["ok"] = bool((flat == 1).all()) and all_reduce_sum(parameters, [3.0]) == [3.0]
+        result["ok"] = bool((flat == 1).all())
         return result
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ from draco.analysis.judge_replay import load_results, replay_calls, replayable, 
 from draco.analysis.judging import judge_config
 from draco.analysis.matching import load_matches, match_criteria
 from draco.analysis.runs import open_run
-from draco.arguments import number, parse, whole
-from draco.errors import ConfigError, DracoError
+from draco.arguments import number, parse, run_main, whole
+from draco.errors import ConfigError
 from draco.judge.client import JudgeClient
 from draco.judge.prompts import PHASES
 from draco.run import instantiate
@@ -121,8 +120,4 @@ def show(summary: dict[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -20,44 +20,20 @@ Options (key=value):
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from draco import durable
 from draco.analysis.runs import open_run
 from draco.analysis.series import archive_numbers
-from draco.arguments import number, parse, whole
-from draco.errors import ConfigError, DracoError
+from draco.arguments import number, parse, prices_of, run_main, whole
+from draco.errors import ConfigError
 from draco.report.curves import all_figures
 from draco.report.figures import Figure, require_matplotlib, write_figure
 from draco.report.page import write_page
 from draco.report.tables import Table, all_tables, write_table
 
 OPTIONS = {"out", "png", "window", "prices", "html", "max_mb", "max_text", "audit"}
-
-
-def prices_of(text: str | None) -> tuple[float, ...] | None:
-    """Two or three numbers with commas.
-
-    Raises:
-        ConfigError: not that.
-    """
-    if text is None:
-        return None
-    try:
-        values = [float(v) for v in text.split(",")]
-        if len(values) == 2:
-            values = [values[0], values[0], values[1]]
-        read, again, written = values
-        if not all(0 <= v < math.inf for v in values):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"prices={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million, each 0 or more"
-        ) from None
-    return read, again, written
 
 
 def _flag(given: dict[str, str], name: str) -> bool:
@@ -120,8 +96,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -183,7 +183,9 @@ def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F8
     fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
     evaluate.main([*fixed, *more])
     n = next((m.removeprefix("n=") for m in more if m.startswith("n=")), "1")
-    found: dict[str, Any] = json.loads((out / f"dev-api-n{n}.json").read_text())
+    tasks = next((m.removeprefix("tasks=") for m in more if m.startswith("tasks=")), "")
+    file = out / f"dev-api-n{n}{f'-first{tasks}' if tasks else ''}.json"
+    found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 

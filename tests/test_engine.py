@@ -84,7 +84,7 @@ def test_environment_threads_change_nothing(policy: Policy) -> None:
 
 
 class _Nan:
-    """A model whose logits are NaN from the third call on. It is no module, so rows advance in lockstep."""
+    """NaN logits for the first of several rows, from the third call on. It is no module: rows advance in lockstep."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.calls = policy, 0
@@ -93,7 +93,7 @@ class _Nan:
     def __call__(self, **kwargs: Any) -> Any:
         self.calls += 1
         out = self.policy.model(**kwargs)
-        if self.calls > 2:
+        if self.calls > 2 and len(out.logits) > 1:
             out.logits[0] = math.nan
         return out
 
@@ -111,7 +111,7 @@ def test_non_finite_logits_are_an_engine_error_of_that_row_alone(policy: Policy)
     kinds = [r.termination for r in rows]
     assert kinds[0] is Termination.ENGINE_ERROR
     assert "non-finite" in rows[0].trajectory().error
-    assert isinstance(rows[0].episode, type(rows[1].episode))
+    assert kinds[1] is not Termination.ENGINE_ERROR
 
 
 def test_a_poisoned_row_does_not_poison_the_next_one_in_its_place(policy: Policy) -> None:

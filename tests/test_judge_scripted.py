@@ -332,7 +332,7 @@ def test_a_claim_inside_the_agents_own_text_is_no_call() -> None:
 
 
 def test_not_a_judge_prompt() -> None:
-    with pytest.raises(ValueError, match="five calls"):
+    with pytest.raises(ValueError, match="calls of a judge"):
         read_prompt("hello")
     with pytest.raises(ValueError, match="not closed"):
         read_prompt("<<<BEGIN OPENING 00>>>\n# Call: score\n")

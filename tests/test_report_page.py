@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -248,7 +247,7 @@ def test_widths_and_schemes(browser: Browser, page: Path, width: int, dark: bool
 
 
 @pytest.mark.report
-def test_a_hundred_steps_of_96_rollouts_stay_responsive(browser: Browser, tmp_path: Path) -> None:
+def test_a_hundred_steps_of_96_rollouts_can_be_walked_through(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path / "large")
     for path in (run / "archive").iterdir():
         for file in path.iterdir():
@@ -275,10 +274,7 @@ def test_a_hundred_steps_of_96_rollouts_stay_responsive(browser: Browser, tmp_pa
         "(async () => { const i = await decode('index');"
         " state.index.steps = Array.from({length: 100}, (_, s) => ({step: s, groups: i.steps[0].groups})); })()"
     )
-    started = time.monotonic()
     for step in (50, 99, 3):
         browser.run(f"go({step}, 7)")
         assert browser.run("document.querySelectorAll('.step').length") == 72
-    took = (time.monotonic() - started) / 3
-    print(json.dumps({"seconds_a_jump": round(took, 3), "page_mb": round(heads.stat().st_size / 1e6, 1)}))
     clean(browser, heads)

@@ -162,7 +162,6 @@ def test_money_stops_a_replay(run: Path, tmp_path: Path) -> None:
 
 
 def test_criteria_overlap_pairs_one_to_one() -> None:
-    pytest.importorskip("rapidfuzz", reason="rapidfuzz comes with the extra `report`")
     reference = [("Pays the right person", "the payment goes to ana"), ("Reads all pages", "every page is read")]
     other = [
         ("Pays the right person", "payment to ana"),

@@ -13,6 +13,7 @@ import evaluate
 import pytest
 from test_run import QUICK, train
 
+from draco.arguments import prices_of
 from draco.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -30,15 +31,15 @@ def test_evaluate_gives_every_metric(run: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "pass^2" in printed
     assert "pass@2" in printed
-    result = json.loads((run / "evaluations" / "dev-step=000001-n2.json").read_text())
+    result = json.loads((run / "evaluations" / "dev-step=000001-n2-first3.json").read_text())
     assert (result["tasks"], result["n"], len(result["records"])) == (3, 2, 6)
     assert {"tgc_pass_hat", "tgc_pass_at", "sgc_pass_hat", "turns", "terminations"} <= result.keys()
-    assert (run / "evaluations" / "test_challenge-step=000001-n2.json").is_file()
+    assert (run / "evaluations" / "test_challenge-step=000001-n2-first3.json").is_file()
 
 
 def test_evaluating_the_base_is_the_evaluation_before_training(run: Path) -> None:
     evaluate.main([f"run={run}", "checkpoint=base", "tasks=3"])
-    result = json.loads((run / "evaluations" / "test_normal-base-n1.json").read_text())
+    result = json.loads((run / "evaluations" / "test_normal-base-n1-first3.json").read_text())
     assert result["records"] == json.loads((run / "evaluation_before.json").read_text())["records"]
 
 
@@ -217,11 +218,11 @@ def test_evaluate_names_options_that_do_not_go_together(arguments: list[str], me
 
 
 def test_prices() -> None:
-    assert evaluate.prices_of("1,4") == (1.0, 1.0, 4.0)
-    assert evaluate.prices_of("1,0.1,4") == (1.0, 0.1, 4.0)
-    assert evaluate.prices_of(None) is None
+    assert prices_of("1,4") == (1.0, 1.0, 4.0)
+    assert prices_of("1,0.1,4") == (1.0, 0.1, 4.0)
+    assert prices_of(None) is None
     with pytest.raises(ConfigError, match="prices=free"):
-        evaluate.prices_of("free")
+        prices_of("free")
 
 
 def test_several_checkpoints_make_one_table(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_several_checkpoints_make_one_table(run: Path, capsys: pytest.CaptureFix
     printed = " ".join(capsys.readouterr().out.split())
     assert "mean ± std over 2 checkpoints (step=000030, step=000060)" in printed
     assert "cost of one pass: $" in printed
-    found = json.loads((tmp_path / "dev-last2-n1.json").read_text())
+    found = json.loads((tmp_path / "dev-last2-n1-first3.json").read_text())
     assert found["tgc"]["std"] == 0.0
     assert json.loads((tmp_path / "leaderboard.json").read_text())["dev"]["all"].keys() == {
         "task_goal_completion", "scenario_goal_completion", "interactions",

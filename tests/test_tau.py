@@ -42,17 +42,19 @@ def simulation(task: str, trial: int, reward: float | None, end: str = "user_sto
 def test_the_greeting_is_no_turn_of_the_agent(tmp_path: Path) -> None:
     greeted = simulation("task_000", 0, 1.0)
     greeted["messages"].insert(0, {"role": "assistant", "content": "Hi!"})
-    assert parse_results(results(tmp_path / "r.json", [greeted], tasks=1), n=1)["turns"] == 2.0
+    assert parse_results(results(tmp_path / "r.json", [greeted], tasks=1, trials=1), n=1)["turns"] == 2.0
     greeted["messages"][1] = "text"
     with pytest.raises(ConfigError, match=r"simulation 0: field 'messages'\[1\]: expected an object, got str"):
-        parse_results(results(tmp_path / "r.json", [greeted], tasks=1), n=1)
+        parse_results(results(tmp_path / "r.json", [greeted], tasks=1, trials=1), n=1)
 
 
-def results(path: Path, simulations: list[dict[str, Any]], tasks: int = 3) -> Path:
+def results(path: Path, simulations: list[dict[str, Any]], tasks: int = 3, trials: int | None = 2) -> Path:
     content = {
-        "info": {"git_commit": "abc", "num_trials": 2, "agent_info": {"llm_args": {"api_key": "secret"}}},
+        "info": {"git_commit": "abc", "agent_info": {"llm_args": {"api_key": "secret"}}},
         "tasks": [{"id": f"task_{i:03}"} for i in range(tasks)], "simulations": simulations,
     }  # fmt: skip
+    if trials is not None:  # not every version says
+        content["info"]["num_trials"] = trials
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
@@ -85,9 +87,18 @@ def test_what_is_no_results_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="simulations"):
         parse_results(tmp_path / "a.json", n=1)
     with pytest.raises(ConfigError, match=r"simulation 0: field 'reward_info\.reward'"):
-        parse_results(results(tmp_path / "b.json", [simulation("t", 0, "x")]), n=1)  # type: ignore[arg-type]
+        parse_results(results(tmp_path / "b.json", [simulation("t", 0, "x")], trials=1), n=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="more than n=1"):
-        parse_results(results(tmp_path / "c.json", BANKING), n=1)
+        parse_results(results(tmp_path / "c.json", BANKING, trials=None), n=1)
+    with pytest.raises(ConfigError, match="was run with 2 trials a task; pass n=2"):
+        parse_results(results(tmp_path / "d.json", BANKING), n=3)
+
+
+def test_what_the_user_simulator_did_wrong_is_a_fault_and_no_answer_of_the_agent(tmp_path: Path) -> None:
+    runs = [simulation("task_000", 0, 0.0, "user_error"), simulation("task_000", 1, 0.0, "agent_error")]
+    found = parse_results(results(tmp_path / "r.json", runs, tasks=1), n=2)
+    assert (found["infrastructure_errors"], found["quarantined"]) == (1, 1)
+    assert found["terminations"] == {"environment_error": 0.5, "no_action": 0.5}
 
 
 def test_the_command_holds_no_key_and_doubles_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:

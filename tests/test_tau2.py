@@ -40,7 +40,7 @@ def arguments(run: Path, address: str, **more: Any) -> list[str]:
 def test_airline_on_loopback_models(tmp_path: Path, address: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     evaluate.main(arguments(run, address, n=2, tasks=4, prices="1,4", user_prices="1,2"))
-    found = json.loads((run / "evaluations" / "tau_airline-base-n2.json").read_text(encoding="utf-8"))
+    found = json.loads((run / "evaluations" / "tau_airline-base-n2-first4.json").read_text(encoding="utf-8"))
     # tau2's own verdicts, counted from its file: an agent that changes nothing solves the tasks that ask for nothing.
     (file,) = (run / "tau2").glob("airline-base-n2.json")
     simulations = json.loads(file.read_text(encoding="utf-8"))["simulations"]

@@ -98,7 +98,7 @@ async def replay_calls(
     """
     done = load_results(file)
     counts = {"sent": 0, "failed": 0, "kept": 0, "left": 0}
-    spent = sum(r["usd"] or 0.0 for r in done.values())
+    spent = sum(r["usd"] or 0.0 for r in jsonl.read(file))
     jsonl.mend(file)
     gate = asyncio.Semaphore(64)
 

@@ -22,16 +22,12 @@ import torch
 
 from draco.advantage import dropout, rewards
 from draco.errors import ConfigError
+from draco.evaluation.tau import ENDS
 from draco.types import Criterion, Failure, Group, Judgement, Message, Step, Task, Termination, Trajectory, Verdict
 
 __all__ = ["Outside", "judge_by_labels", "read_groups_of", "too_few"]
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
-_ENDS = {
-    "max_steps": Termination.TURN_LIMIT, "infrastructure_error": Termination.ENVIRONMENT_ERROR,
-    "too_many_errors": Termination.GAVE_UP, "agent_error": Termination.NO_ACTION,
-    "agent_stop": Termination.SUBMITTED, "user_stop": Termination.SUBMITTED,
-}  # fmt: skip
 _SHOWN = 20  #: faults listed in one error
 
 
@@ -166,7 +162,7 @@ def _trajectory(form: str, row: Any, default: int) -> tuple[Trajectory, Mapping[
         raise _Fault(f"field {messages_field!r}: no assistant turn in {len(messages)} messages")
     steps, positions, ids, step_of = _steps(messages, given)
     instruction = str(row.get("question") or row.get("instruction") or _first_user(messages))
-    end = _ENDS.get(str(row.get("termination_reason", "")).removeprefix("TerminationReason.").lower())
+    end = ENDS.get(str(row.get("termination_reason", "")).removeprefix("TerminationReason.").lower())
     trajectory = Trajectory(
         task=Task(task_id, instruction, "outside", task_id),
         sample=sample,
@@ -254,7 +250,7 @@ def _step_labels(row: Mapping[str, Any], positions: Sequence[int]) -> Mapping[in
 
 def _final_label(row: Mapping[str, Any]) -> int | None:
     if (label := row.get("final_label")) is not None:
-        if label not in (-1, 0, 1):
+        if label not in (-1, 0, 1) or isinstance(label, bool):
             raise _Fault(f"field 'final_label': expected −1, 0 or 1, got {label!r}")
         return int(label)
     info = row.get("reward_info") or {}

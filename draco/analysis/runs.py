@@ -54,6 +54,11 @@ class Evaluation:
             total += sum(p * t for p, t in zip(prices, tokens, strict=True)) / 1e6
         return total / self.n if total else None
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Tasks and n: a part of the tasks does not stand for all."""
+        return int(self.content.get("tasks") or 0), self.n
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -109,19 +114,19 @@ class Run:
         return f"k={stage.get('k')}, {'thinking' if stage.get('thinking') else 'no thinking'}"
 
     def final_evaluations(self, split: str, last: int = 3) -> list[Evaluation]:
-        """The checkpoints that a table averages: the last `last` that were evaluated with the largest n.
+        """The checkpoints that a table averages: the last `last` that were evaluated on most tasks, with the largest n.
 
         Evaluations during training are points of a curve and not among them.
         """
         found = [e for e in self.evaluations if e.split == split and e.checkpoint != "base" and not e.during_training]
-        most = max((e.n for e in found), default=0)
-        kept: dict[str, Evaluation] = {e.checkpoint: e for e in found if e.n == most}
+        most = max((e.size for e in found), default=(0, 0))
+        kept: dict[str, Evaluation] = {e.checkpoint: e for e in found if e.size == most}
         return sorted(kept.values(), key=lambda e: e.step if e.step is not None else -1)[-last:]
 
     def base_evaluation(self, split: str) -> Evaluation | None:
-        """The untrained policy, evaluated with the largest n."""
+        """The untrained policy, evaluated on most tasks, with the largest n."""
         found = [e for e in self.evaluations if e.split == split and e.checkpoint == "base"]
-        return max(found, key=lambda e: e.n, default=None)
+        return max(found, key=lambda e: e.size, default=None)
 
 
 def open_run(path: Path) -> Run:

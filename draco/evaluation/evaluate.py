@@ -78,7 +78,6 @@ def evaluate_checkpoints(
                     records = evaluate_groups(groups, parts.evaluator, lambda t: priced(token_usage(t), prices))
                 yield {
                     "run": str(run),
-                    "agent": parts.environment.name,
                     "scaffold": parts.environment.scaffold,
                     "checkpoint": kept[step].name if step >= 0 else "base",
                     "split": split,

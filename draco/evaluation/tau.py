@@ -22,15 +22,18 @@ from typing import Any
 
 from draco.errors import ConfigError, EnvironmentFault
 from draco.evaluation.metrics import summarise
-from draco.evaluation.records import EvalRecord
+from draco.evaluation.records import EvalRecord, Prices
+from draco.types import Termination
 
-__all__ = ["BANKING", "TauOptions", "parse_results", "run_tau2", "served", "tau2_command", "tau2_version"]
+__all__ = ["BANKING", "ENDS", "TauOptions", "parse_results", "run_tau2", "served", "tau2_command", "tau2_version"]
 
 BANKING = "banking_knowledge"  #: the domain of τ-bench Banking
 
-_ENDS = {
-    "user_stop": "submitted", "agent_stop": "submitted", "max_steps": "turn_limit", "too_many_errors": "gave_up",
-    "infrastructure_error": "environment_error",
+#: tau2's `termination_reason` → ours. What its user simulator or its machinery did wrong is no doing of the agent
+ENDS = {
+    "user_stop": Termination.SUBMITTED, "agent_stop": Termination.SUBMITTED, "max_steps": Termination.TURN_LIMIT,
+    "too_many_errors": Termination.GAVE_UP, "agent_error": Termination.NO_ACTION,
+    "infrastructure_error": Termination.ENVIRONMENT_ERROR, "user_error": Termination.ENVIRONMENT_ERROR,
 }  # fmt: skip
 
 
@@ -114,14 +117,15 @@ def _results(save_to: Path) -> Path | None:
 
 
 def parse_results(
-    file: Path, *, n: int, prices: Sequence[float] | None = None, user_prices: Sequence[float] | None = None
+    file: Path, *, n: int, prices: Prices | None = None, user_prices: Prices | None = None
 ) -> dict[str, Any]:
     """An evaluation of a results file, in the shape of every other.
 
     Args:
         file: results.json of tau2.
         n: trials a task that were asked for; a trial that is not there has failed.
-        prices: USD per million tokens of the agent: read, written. tau2 knows no price of a local model and writes 0.
+        prices: USD per million tokens of the agent: read, read again (tau2 does not tell these apart), written.
+            tau2 knows no price of a local model and writes 0.
         user_prices: the same of the user simulator.
 
     Raises:
@@ -134,6 +138,9 @@ def parse_results(
     simulations = content.get("simulations") if isinstance(content, dict) else None
     if not isinstance(simulations, list):
         raise ConfigError(f"{file}: expected a list under 'simulations'; is it a results file of tau2?")
+    info = content.get("info") or {}
+    if isinstance(info, Mapping) and info.get("num_trials", n) != n:
+        raise ConfigError(f"{file} was run with {info['num_trials']} trials a task; pass n={info['num_trials']}")
     tasks = [str(t["id"]) for t in content.get("tasks") or () if isinstance(t, Mapping) and "id" in t]
     runs: dict[str, list[EvalRecord]] = {t: [] for t in tasks}
     usage: dict[str, list[int]] = {"agent": [0, 0], "user": [0, 0]}
@@ -154,7 +161,6 @@ def parse_results(
         for record in (*_numbered(found), *(_missing(task, s) for s in range(len(found), n)))
     ]
     cost = _cost(usage["agent"], prices), _cost(usage["user"], user_prices)
-    info = content.get("info") or {}
     return {
         **summarise(records),
         "infrastructure_errors": errors,
@@ -187,7 +193,8 @@ def _record(simulation: Any, where: str, usage: Mapping[str, list[int]]) -> Eval
         if who:
             usage[who][0] += int(spent.get("prompt_tokens") or 0)
             usage[who][1] += int(spent.get("completion_tokens") or 0)
-    failed = reason == "infrastructure_error"
+    end = ENDS.get(reason)
+    failed = end is Termination.ENVIRONMENT_ERROR
     task = str(simulation["task_id"])
     return EvalRecord(
         task_id=task,
@@ -195,7 +202,7 @@ def _record(simulation: Any, where: str, usage: Mapping[str, list[int]]) -> Eval
         difficulty=0,
         sample=int(simulation.get("trial") or 0),
         success=not failed and reward is not None and reward >= 1.0,
-        termination=_ENDS.get(reason, reason or "unknown"),
+        termination=str(end or reason or Termination.UNKNOWN),
         turns=turns,
         step_tokens=written,
         error="quarantined: infrastructure_error" if failed else "" if reason else "no termination reason",
@@ -215,7 +222,7 @@ def _missing(task: str, sample: int) -> EvalRecord:
     )
 
 
-def _cost(tokens: Sequence[int], prices: Sequence[float] | None) -> float | None:
+def _cost(tokens: Sequence[int], prices: Prices | None) -> float | None:
     if prices is None:
         return None
     return (tokens[0] * prices[0] + tokens[1] * prices[-1]) / 1e6

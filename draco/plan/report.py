@@ -19,7 +19,7 @@ from draco.placement import sharded
 from draco.plan.hardware import Assumptions, Gpu, gpu_named
 from draco.plan.judge import STATED, archive_calls, bill, calls_a_step, expected_calls, implied_tokens, price_of
 from draco.plan.memory import update_memory
-from draco.plan.model import ModelSize, build, layer_shards, model_config, size_of_model
+from draco.plan.model import ModelSize, build, model_config, size_of_model
 
 __all__ = ["layouts", "make_plan"]
 
@@ -70,7 +70,7 @@ def make_plan(
             "gpu": gpu,
             "trainer": "fsdp" if sharded(config) else "ddp",
         },
-        "model": {**asdict(size), "kv_bytes_a_token": size.kv_bytes(), "shards": layer_shards(model, gpus)},
+        "model": {**asdict(size), "kv_bytes_a_token": size.kv_bytes()},
         "layouts": found,
         "judge": _judge(config, size, assumptions, archive),
         "assumptions": assumptions.as_dict(),

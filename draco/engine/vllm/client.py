@@ -70,8 +70,8 @@ class Server:
         """Sample up to `max_tokens` after `prompt`; the stop string's last token and the end token are included.
 
         Raises:
-            ServerLost: no answer, a fault, or a reply without what was asked for.
-            ServerRefused: the request cannot work.
+            ServerLost: no answer, or a fault.
+            ServerRefused: the request cannot work, or the reply lacks what was asked for.
         """
         body: dict[str, Any] = {
             "model": model,

@@ -252,8 +252,8 @@ class VllmEngine(Engine):
         bases = [m for m in models if not m.get("parent") and not str(m.get("id", "")).startswith(PREFIX)]
         if not bases:
             raise EngineError(f"{seat.url}/v1/models lists no base model; is it a vLLM server?")
-        seat.base = str(next((m["id"] for m in bases if m["id"] == BASE), bases[0]["id"]))
-        length = bases[0].get("max_model_len")
+        base = next((m for m in bases if m["id"] == BASE), bases[0])
+        seat.base, length = str(base["id"]), base.get("max_model_len")
         seat.max_len = length if isinstance(length, int) else self.lengths
         known = getattr(policy.model.config, "max_position_embeddings", None) or self.lengths
         if seat.max_len < min(self.lengths, int(known)):

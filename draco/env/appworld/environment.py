@@ -84,7 +84,6 @@ class AppWorldEpisode(Episode):
         self.format = CODE
         self.opening = opening(task, thinking=environment.thinking)
         self.places = environment.places
-        self.mistakes: list[str] = []  #: kinds of the agent's mistakes that the environment caught
         self._environment, self._task = environment, task
         self._slot: Slot | None = None
         self._over = self._completed = self._failed = False
@@ -103,8 +102,12 @@ class AppWorldEpisode(Episode):
                 break
             done = await environment.pool().execute(self._slot, code)
             self._over, self._completed, self._failed = done.over, done.completed, done.failed
-            if done.mistake:
-                self.mistakes.append(done.mistake)
+            if done.mistake == "deadline":
+                log.warning(
+                    "%s: a code block ran too long and was killed; if many are, env.environment.places is too much for "
+                    "this machine's cores",
+                    self._task.id,
+                )
             observations.append(cut(done.output.rstrip(), environment.observation_tokens, environment.count_tokens))
         return Reply(tuple(observations), done=self._over, completed=self._completed, failed=self._failed)
 
