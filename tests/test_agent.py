@@ -86,7 +86,7 @@ def test_every_kind_of_termination_is_tested() -> None:
         Termination.SUBMITTED, Termination.GAVE_UP, Termination.NO_ACTION, Termination.TURN_LIMIT,
         Termination.LENGTH_LIMIT, Termination.DEADLINE, Termination.ENVIRONMENT_ERROR,
     }  # fmt: skip
-    elsewhere = {Termination.ENGINE_ERROR}  # tests/test_engine.py
+    elsewhere = {Termination.ENGINE_ERROR, Termination.UNKNOWN}  # tests/test_engine.py, tests/test_report_tools.py
     assert here | elsewhere == set(Termination)
 
 

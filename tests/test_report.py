@@ -224,6 +224,9 @@ def test_the_last_three_checkpoints_with_the_most_runs_are_averaged(run: Path) -
     (folder / "step=000005.json").write_text(json.dumps(evaluation((0, 0))), encoding="utf-8")  # a curve's point
     (folder / "leaderboard.json").write_text("{}", encoding="utf-8")
     assert [e.step for e in open_run(run).final_evaluations("test_normal")] == [20, 30, 40]
+    part = {"checkpoint": "step=000040", **evaluation((9,) * 9), "n": 9, "tasks": 1}  # a part does not stand for all
+    (folder / "test_normal-step=000040-n9-first1.json").write_text(json.dumps(part), encoding="utf-8")
+    assert {(e.step, e.n) for e in open_run(run).final_evaluations("test_normal")} == {(20, 3), (30, 3), (40, 3)}
 
 
 def test_figures_are_drawn_and_their_numbers_written(tmp_path: Path, figures: dict[str, Figure]) -> None:

@@ -282,6 +282,12 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
+def test_a_label_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    rows = [labelled(0, s, {}, final) for s, final in enumerate((1, False))]
+    with pytest.raises(ConfigError, match=r"line 2: field 'final_label': expected −1, 0 or 1, got False"):
+        read_groups_of(write(tmp_path / "x.jsonl", rows))
+
+
 def test_chat_messages_become_steps(tmp_path: Path) -> None:
     row = {"task_id": "a", "messages": [*chat(None, "two words"), {"role": "user", "content": "thanks"}]}
     row["messages"][2]["usage"] = {"completion_tokens": 17}
