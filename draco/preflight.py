@@ -8,11 +8,9 @@ Nothing is left behind: a run of the same name can start afterwards.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.diskplan import plan_disk
+from draco.distributed import check_shared, main_only, rank, world_size
 from draco.errors import ConfigError, DracoError
 from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
@@ -31,13 +30,12 @@ from draco.judge.spend import Prices, Usage
 from draco.judge.transcript import DIGEST
 from draco.loader import TaskLoader
 from draco.policy import Policy
+from draco.runfolder import check_free
 from draco.stages import RubricStage, find_stage
 from draco.types import Group, Message, Step, Task, Termination, Trajectory
 
 __all__ = ["check_judge", "preflight", "projected"]
 
-#: seconds that ranks wait for one another to appear in the run folder
-_PATIENCE_S = 60.0
 _STEPS = 3  #: of the made-up rollouts that the judge's calls are tried on
 
 
@@ -118,8 +116,8 @@ def preflight(
     scratch = run / "preflight.tmp"
     try:
         with table.check("run folder") as said:
-            said.append(_folder(run, scratch, fresh=not (config.resume or config.overwrite)))
-        if _rank():
+            said.append(_folder(config, run, scratch))
+        if rank():
             return
         with table.check("configuration") as said:
             parts = build(config)
@@ -165,7 +163,7 @@ def preflight(
         if calls and loader is not None:
             _bill(table, config, find_client(rubric), calls, loader)
     finally:
-        if not _rank():
+        if not rank():
             shutil.rmtree(scratch, ignore_errors=True)
     table.show(Console())
     if failed := [name for name, passed, _ in table.rows if passed is False]:
@@ -178,27 +176,17 @@ def find_client(rubric: Any) -> JudgeClient | None:
     return client if isinstance(client, JudgeClient) else None
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+def _folder(config: DictConfig, run: Path, scratch: Path) -> str:
+    """Rank 0 can write there and every process sees it."""
 
+    def make() -> None:
+        if not config.resume:
+            check_free(run, overwrite=config.overwrite)
+        scratch.mkdir(parents=True, exist_ok=True)
 
-def _folder(run: Path, scratch: Path, *, fresh: bool) -> str:
-    """Every process writes a file and must see those of all others."""
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), _rank()
-    if fresh and any(p.name != "lock" and p.suffix != ".tmp" for p in run.iterdir()):
-        raise ConfigError(f"{run} exists and is not empty; choose another run=, resume={run} or overwrite=true")
-    scratch.mkdir(parents=True, exist_ok=True)
-    (scratch / f"rank={rank}").write_text("here")
-    wanted = {f"rank={r}" for r in range(world)}
-    deadline = time.monotonic() + _PATIENCE_S
-    while missing := wanted - {p.name for p in scratch.iterdir()}:
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{run} is not the same folder for all ranks: rank {rank} does not see {', '.join(sorted(missing))}; "
-                "put runs on a file system that all machines share"
-            )
-        time.sleep(0.05)
-    return f"{run} is writable, seen by {world} process(es)"
+    main_only(make)
+    check_shared(run)
+    return f"{run} is writable, seen by {world_size()} process(es)"
 
 
 def _environment(parts: Any, split: str) -> str:

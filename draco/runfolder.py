@@ -22,7 +22,9 @@ from draco.archive import step_folders
 from draco.errors import ConfigError
 from draco.loggers import read_metrics, write_metrics
 
-__all__ = ["discard_empty", "locked", "prepare", "redacted", "resume_config", "set_aside", "write_config"]
+__all__ = [
+    "check_free", "discard_empty", "locked", "prepare", "redacted", "resume_config", "set_aside", "write_config",
+]  # fmt: skip
 
 log = logging.getLogger("draco")
 
@@ -116,20 +118,31 @@ def discard_empty(run: Path) -> None:
                 path.unlink()
 
 
+def check_free(run: Path, *, overwrite: bool) -> bool:
+    """Whether the folder holds something that `overwrite` may delete.
+
+    Raises:
+        ConfigError: it holds something and may not be overwritten.
+    """
+    if not run.is_dir() or not _holds_something(run):
+        return False
+    if not overwrite:
+        raise ConfigError(
+            f"the run folder {run} exists and is not empty; continue it with resume={run}, replace it with "
+            "overwrite=true, or choose another run="
+        )
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} holds no draco run (no config.yaml), so overwrite=true will not delete it")
+    return True
+
+
 def prepare(run: Path, *, overwrite: bool) -> None:
     """Make an empty run folder.
 
     Raises:
-        ConfigError: it holds something and `overwrite` is not set.
+        ConfigError: see `check_free`.
     """
-    if run.is_dir() and _holds_something(run):
-        if not overwrite:
-            raise ConfigError(
-                f"the run folder {run} exists and is not empty; continue it with resume={run}, replace it with "
-                "overwrite=true, or choose another run="
-            )
-        if not (run / "config.yaml").is_file():
-            raise ConfigError(f"{run} holds no draco run (no config.yaml), so overwrite=true will not delete it")
+    if check_free(run, overwrite=overwrite):
         for path in sorted(run.iterdir(), key=lambda p: p.name == "config.yaml"):  # last: it marks a run
             if path.is_dir():
                 shutil.rmtree(path)

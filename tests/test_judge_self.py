@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from draco.judge.context import needed_context
 from draco.judge.scripted.reading import read_prompt
 from draco.judge.scripted.replies import reply
 from draco.policy import Policy
-from draco.types import Group
+from draco.types import Group, Message
 
 
 def policy_client(**options: Any) -> JudgeClient:
@@ -45,8 +46,8 @@ class ScriptedEngine(Engine):
         for rollout in rollouts:
             prompt = read_prompt(rollout.messages[1].content)
             answer = reply(prompt)
-            nth = self.asked.count(rollout.task.id)
-            self.asked.append(rollout.task.id)
+            nth = self.asked.count(rollout.messages[1].content)
+            self.asked.append(rollout.messages[1].content)
             self.seeds.append(rollout.seed)
             if self.doctor:
                 answer = self.doctor(prompt, answer, nth)
@@ -81,9 +82,10 @@ def stage(brain: Any, engine: Any, **options: Any) -> SelfJudgeRubric:
     return made
 
 
-def desk_group() -> Group:
+def desk_group(samples: Sequence[int] = (0, 1, 2)) -> Group:
+    """Samples 0 and 1 are alike to the letter."""
     task = DeskEnvironment().tasks("train")[0]
-    return Group(task, tuple(play(task, s, dict.fromkeys(FAULTS, 0.2))[0] for s in range(3)), step=5)
+    return Group(task, tuple(play(task, s, dict.fromkeys(FAULTS, 0.2))[0] for s in samples), step=5)
 
 
 @pytest.mark.parametrize(("plan", "phases"), [("paper", 1 + 3 + 1 + 9 + 3), ("lean", 1 + 3 + 1 + 9)])
@@ -108,19 +110,34 @@ def test_a_criterion_passes_only_if_all_k_calls_pass_it(brain: Any) -> None:
     """One dissenting call of three turns every pass into a fail."""
 
     def doctor(prompt: Any, answer: Any, nth: int) -> Any:
-        if prompt.phase == "score" and nth % 3 == 1:  # attempts may be alike to the letter
+        if prompt.phase == "score" and nth == 1:
             answer = {"verdicts": [v | {"score": -1, "justification": "dissent"} for v in answer["verdicts"]]}
         return answer
 
     made = stage(brain, ScriptedEngine(doctor))
     try:
-        (judged,) = made.judge([desk_group()])
+        (judged,) = made.judge([desk_group((0, 2, 3))])  # no two alike: each has three votes of its own
     finally:
         made.close()
     verdicts = [v for row in judged.verdicts for v in row]
     assert verdicts
     assert {v.score for v in verdicts} == {-1}
     assert judged.metrics["judge/vote_agreement"] < 1.0
+
+
+def test_the_random_stream_of_a_call_is_its_own_in_whatever_order_calls_arrive(brain: Any) -> None:
+    """Equal prompts: two attempts, two votes each."""
+    said = (Message("system", "judge"), Message("user", "# Call: reduce"))
+
+    def streams(order: Sequence[int]) -> list[int]:
+        engine, seen = ScriptedEngine(), Counter[str]()
+        answering = local.Answering(engine, brain, brain.chat, 1.0, 100, 10**6, seed=7, step=2)
+        for at in order:
+            answering.answer([local.Ask(said, ("task", at // 2, at % 2))], seen)
+        return [engine.seeds[order.index(at)] for at in range(4)]
+
+    assert streams((3, 1, 0, 2)) == streams((0, 1, 2, 3))
+    assert len(set(streams((0, 1, 2, 3)))) == 4
 
 
 def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(policy: Policy) -> None:

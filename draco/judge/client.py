@@ -13,6 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("draco")
 
+#: task, attempt and repeat of the call under way, for a provider in this process (`draco.judge.local`)
+ASKER: ContextVar[tuple[str, int, int]] = ContextVar("asker", default=("", -1, 0))
 #: characters of a faulty reply that a corrective re-ask quotes
 _QUOTED = 8_000
 #: tokens of a reply before any was seen, for judge.tokens_per_min
@@ -291,6 +294,7 @@ class JudgeClient:
 
     async def _call(self, request: JudgeRequest[T]) -> T:
         call = _Call(request)
+        ASKER.set((request.task_id, request.sample, request.repeat))
         messages = [dict(m) for m in request.messages]
         self._words(call, messages)
         key = self._key(call)

@@ -54,7 +54,13 @@ class Ask:
     """A call that waits for its answer."""
 
     messages: tuple[Message, ...]
+    asker: tuple[str, int, int] = ("", -1, 0)  #: task, attempt, repeat: tells calls apart whose prompts are equal
     answer: Future[Answer] = field(default_factory=Future)
+
+    @property
+    def words(self) -> str:
+        """What its answer depends on; calls that arrive in any order are sorted by it."""
+        return repr((self.messages, self.asker))
 
 
 #: calls of this process that wait for the trainer's thread
@@ -67,9 +73,11 @@ def register() -> None:
     from litellm.llms.custom_llm import CustomLLM
     from litellm.types.utils import Usage
 
+    from draco.judge.client import ASKER
+
     class PolicyJudge(CustomLLM):
         async def acompletion(self, *args: Any, **kwargs: Any) -> Any:
-            ask = Ask(tuple(Message(m["role"], m["content"]) for m in kwargs["messages"]))
+            ask = Ask(tuple(Message(m["role"], m["content"]) for m in kwargs["messages"]), ASKER.get())
             asks.put(ask)
             try:
                 answer = await asyncio.wrap_future(ask.answer)
@@ -134,11 +142,11 @@ class Answering:
 
         Args:
             batch: calls; every one gets its answer or an error.
-            seen: how often each prompt was asked before: equal prompts get different streams.
+            seen: how often each call was asked before: a repeated one gets another stream.
         """
         rollouts: dict[int, Rollout] = {}
         for at, ask in enumerate(batch):
-            key = hashlib.sha256(repr(ask.messages).encode(errors="surrogatepass")).hexdigest()
+            key = hashlib.sha256(ask.words.encode(errors="surrogatepass")).hexdigest()
             rollout = Rollout(
                 _Exchange(ask.messages),
                 self.chat,
@@ -204,7 +212,7 @@ def serve(answering: Answering, done: Callable[[], bool]) -> None:
         try:
             if batch:
                 # The order of arrival is the loop's; the order of the batch must not be.
-                answering.answer(sorted(batch, key=lambda ask: repr(ask.messages)), seen)
+                answering.answer(sorted(batch, key=lambda ask: ask.words), seen)
         except BaseException as error:
             for ask in batch:
                 if not ask.answer.done():
