@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 
@@ -48,6 +49,14 @@ def chat() -> ChatFormat:
     from transformers import AutoTokenizer
 
     return ChatFormat(AutoTokenizer.from_pretrained(str(files("draco.policies") / "tiny")))
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT is heard, here and by children: what a shell starts in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class EchoEpisode(Episode):

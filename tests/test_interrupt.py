@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from draco.interrupt import Interrupted, hold, listening, release, uninterrupted
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)]
 )
@@ -82,6 +83,7 @@ def test_another_thread_changes_nothing() -> None:
     assert seen == [before]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_ends_at_once() -> None:
     program = (
         "import signal; from draco.interrupt import *\n"

@@ -363,6 +363,7 @@ def test_a_resume_makes_no_folder_but_its_own(finished: tuple[Path, str], tmp_pa
     assert not (tmp_path / "litter").exists()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(number: int, status: int, tmp_path: Path) -> None:
     run = tmp_path / "long"
@@ -453,6 +454,7 @@ def test_a_moved_run_goes_on_where_it_is(finished: tuple[Path, str], tmp_path: P
     assert sorted(p.relative_to(finished[0]) for p in finished[0].rglob("*")) == before
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
