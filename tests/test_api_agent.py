@@ -6,7 +6,9 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import evaluate
@@ -15,6 +17,7 @@ from conftest import EchoEnvironment, EchoEpisode
 from test_judge_loopback import CANARY, Server, server  # noqa: F401 - a fixture
 
 from draco.agent import Limits
+from draco.env.base import Reply
 from draco.errors import ConfigError
 from draco.evaluation.api_agent import ApiAgent
 from draco.evaluation.ledger import Ledger
@@ -156,9 +159,17 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
     assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
     free.set()
     server.answer = lambda n, body: (200, "<code>a</code>")
-    act = EchoEpisode.step
-    monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (time.sleep(1.1), act(self, actions))[1])
-    late = play(server, deadline_s=1.0)
+    act, passed = EchoEpisode.step, [0.0]
+    monkeypatch.setattr(
+        "draco.evaluation.api_agent.time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    )
+
+    def slow(self: EchoEpisode, actions: Sequence[str]) -> Reply:
+        passed[0] += 1000.0
+        return act(self, actions)
+
+    monkeypatch.setattr(EchoEpisode, "step", slow)
+    late = play(server, deadline_s=500.0)
     assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
 
 

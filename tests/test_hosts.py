@@ -24,7 +24,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 JOB = [
-    "steps=3", "tasks_per_step=2", "group_size=2", "policy.rank=4", "eval.before=false", "eval.tasks=1",
+    "steps=200", "tasks_per_step=2", "group_size=2", "policy.rank=4", "eval.before=false", "eval.tasks=1",
     "limits.max_response_tokens=120", "trainer=ddp_multinode", "trainer.accelerator=cpu", "rubric=random",
     "credit=uniform",
 ]  # fmt: skip
@@ -94,11 +94,9 @@ def test_two_hosts_train_one_is_lost_and_the_other_goes_on(hosts: tuple[str, str
             assert time.monotonic() < until, logs[0].read_text()[-2000:]
             assert all(j.poll() is None for j in jobs), "".join(log.read_text()[-2000:] for log in logs)
             time.sleep(0.1)
-        end(jobs[1])  # in the middle of the second step
-        lost = time.monotonic()
-        code = jobs[0].wait(timeout=200)
-        assert code != 0
-        assert time.monotonic() - lost < 100  # a worker ends within 60 s; torchrun takes its time to say so
+        end(jobs[1])  # in the middle of a step: few of the 200 are done
+        # A worker ends within 60 s and torchrun takes its time to say so; what waits for a lost host waits a year.
+        assert jobs[0].wait(timeout=300) != 0
     finally:
         for job in jobs:
             if job.poll() is None:
@@ -107,11 +105,13 @@ def test_two_hosts_train_one_is_lost_and_the_other_goes_on(hosts: tuple[str, str
     assert "stopped, because rank" in said
     assert "no sign of life" in said or "gone" in said
     (newest,) = checkpoints(run)[-1:]
-    assert read_state(newest)["world_size"] == 2
+    state = read_state(newest)
+    assert state["world_size"] == 2
+    steps = state["step"] + 2
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), f"resume={run}", "trainer=cpu"],
+        [sys.executable, str(ROOT / "train.py"), f"resume={run}", f"steps={steps}", "trainer=cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(step_folders(run)) == 3
+    assert len(step_folders(run)) == steps
     assert (run / "summary.json").is_file()

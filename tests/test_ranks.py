@@ -33,7 +33,7 @@ DDP = [*REPLAY, "trainer=ddp"]
 FSDP = [*REPLAY, "trainer=fsdp", "distributed.gather_for_rollouts=true"]
 DDP_ON_CPU = ["trainer=ddp", "trainer.accelerator=cpu"]
 LOW = ["policy.dtype=bfloat16", "+policy.gradient_checkpointing=true", "steps=2"]
-FAULT = [*DDP, "distributed.timeout_s=10"]
+FAULT = [*DDP, "distributed.timeout_s=15"]
 
 
 def at2(rank: int, kind: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def test_a_fault_of_one_rank_ends_all_with_its_message(ran: Any, name: str, vict
     folder, results = ran
     codes, seconds = results[name]
     assert 0 not in codes
-    assert seconds < 60 + results["ddp"][1]
+    assert seconds < 60  # after the first; how long they took before that says nothing
     log = said(folder, name, 1 - victim)
     assert f"because rank {victim} on" in log
     assert any(m in log for m in message.split("|"))
@@ -168,7 +168,7 @@ def test_a_fault_of_one_rank_ends_all_with_its_message(ran: Any, name: str, vict
 
 
 def test_waiting_for_a_slow_rank_is_no_collective(ran: Any) -> None:
-    folder, results = ran  # 20 s of silence, a time-out of 10
+    folder, results = ran  # 20 s of silence, a time-out of 15
     assert results["slow"][0] == [0, 0], said(folder, "slow", 0)[-2000:]
 
 

@@ -6,6 +6,7 @@ import json
 import socket
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +172,20 @@ def test_a_failing_executable_is_quoted(tmp_path: Path, tau2: Path) -> None:
         run_tau2(TauOptions(tau2=str(tmp_path / "none")), "m", "x", tmp_path / "o")
 
 
-def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Held until the test ends: a server that says SO_REUSEADDR may listen there, nobody else gets it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path, port: int) -> None:
     run = tmp_path / "run"
     adapter = run / "checkpoints" / "step=000001" / "adapter"
     adapter.mkdir(parents=True)
     (run / "config.yaml").write_text("policy: {path: some/model}\n", encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     server = tmp_path / "python-with-vllm"
     server.write_text(
         f"#!{sys.executable}\nimport json, pathlib, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n"

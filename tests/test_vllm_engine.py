@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -262,33 +263,41 @@ def test_a_logprob_that_is_no_number_is_an_engine_error(
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
-class Stuck(EchoEpisode):
-    """Hangs in its first step until it is let go."""
-
-    release = threading.Event()
-
-    def step(self, actions: Sequence[str]) -> Reply:
-        self.release.wait(60)
-        return super().step(actions)
-
-
 def test_a_straggler_ends_by_deadline_and_holds_nobody_up(
-    start: Callable[..., FakeVllm], opened: Callable[..., object]
+    start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both kinds: an environment that hangs, and a server that does."""
-    Stuck.release.clear()
+    deadlines: list[tuple[asyncio.AbstractEventLoop, asyncio.Timeout]] = []
+    release, timeout = threading.Event(), asyncio.timeout
+
+    def watched(delay: float | None) -> asyncio.Timeout:
+        clock = timeout(delay)
+        if delay is not None and delay > 1000:  # limits.deadline_s, no other is as long
+            deadlines.append((asyncio.get_running_loop(), clock))
+        return clock
+
+    class Stuck(EchoEpisode):
+        """Hangs in its first step until it is let go; its deadline comes in the middle of that."""
+
+        def step(self, actions: Sequence[str]) -> Reply:
+            ((loop, clock),) = deadlines
+            loop.call_soon_threadsafe(clock.reschedule, loop.time())
+            release.wait(60)
+            return super().step(actions)
+
+    monkeypatch.setattr(asyncio, "timeout", watched)
     server = start()
     engine, policy = opened(server)  # type: ignore[misc]
     rows = [
-        *rollouts(policy, limits=Limits(deadline_s=3.0), episode=Stuck),
+        *rollouts(policy, limits=Limits(deadline_s=5000.0), episode=Stuck),
         *rollouts(policy),  # no deadline, no hang
     ]
     run(engine, policy, rows)
     assert [r.termination for r in rows] == [Termination.DEADLINE, Termination.SUBMITTED]
     assert rows[0].trajectory().steps == ()
     assert rows[0].episode.closed == 0  # type: ignore[attr-defined]
-    Stuck.release.set()
-    until = time.monotonic() + 20
+    release.set()
+    until = time.monotonic() + 60
     while not rows[0].episode.closed and time.monotonic() < until:  # type: ignore[attr-defined]
         time.sleep(0.01)
     assert rows[0].episode.closed == 1  # type: ignore[attr-defined]
@@ -532,7 +541,7 @@ def test_the_policy_judges_through_the_served_adapter(
     verdict = {"title": "Says hello first", "evidence": "e", "justification": "j", "score": 1}
     for server in servers:
         server.reply = json.dumps({"verdicts": [verdict]})
-    judge = JudgeClient("hosted_vllm/unset", api_base="http://127.0.0.1:9/v1", max_retries=0, timeout_s=20.0)
+    judge = JudgeClient("hosted_vllm/unset", api_base="http://127.0.0.1:9/v1", max_retries=0, timeout_s=300.0)
     for version in (1, 2):
         policy.version = version
         _perturb(policy, version)
@@ -540,10 +549,10 @@ def test_the_policy_judges_through_the_served_adapter(
         base, name, key = engine.judge_endpoint()
         assert name.startswith(f"draco-v{version:06d}-")
         member = judge.with_model(f"hosted_vllm/{name}", api_base=base, api_key=key)
-        record = BackgroundLoop.shared().submit(ping(member)).result(60)  # type: ignore[arg-type]
+        record = BackgroundLoop.shared().submit(ping(member)).result(300)  # type: ignore[arg-type]
         assert (record.outcome, record.served_model.split("/")[-1]) == ("ok", name)
         assert "s3cret" not in repr(record)
-    BackgroundLoop.shared().submit(judge.aclose()).result(60)
+    BackgroundLoop.shared().submit(judge.aclose()).result(300)
     asked = [[c["model"] for c in s.chats] for s in servers]
     assert sorted(map(len, asked)) == [1, 1]  # batches take the servers in turn
     for body in servers[0].chats + servers[1].chats:  # a small model's JSON is valid because decoding is guided
@@ -595,9 +604,9 @@ def test_a_group_is_asked_of_one_server_alone(start: Callable[..., FakeVllm], op
 def test_what_cannot_work_is_found_before_weights_are_loaded(
     start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("draco.engine.vllm.engine._REACH_S", 0.3)
     options: dict[str, Any] = {"max_prompt_tokens": 100, "max_response_tokens": 100}
     VllmEngine(servers=[start().url], **options).check()
+    monkeypatch.setattr("draco.engine.vllm.engine._REACH_S", 0.3)  # to wait for those that nobody will answer from
     with pytest.raises(ConfigError, match=r"engine.servers: http://127.0.0.1:1 is not healthy"):
         VllmEngine(servers=["http://127.0.0.1:1"], **options).check()
     with pytest.raises(ConfigError, match=r"engine.python=.*no such interpreter; make the environment with"):

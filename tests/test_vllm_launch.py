@@ -22,7 +22,8 @@ from draco.policy import Policy
 GUARD = Path(guard.__file__)
 #: a command that leaves a child of its own behind, as a server with worker processes does
 FAMILY = (
-    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print('grandchild', p.pid, flush=True); "
+    "time.sleep(600)"
 )
 
 
@@ -58,11 +59,12 @@ def test_kill_9_leaves_no_orphan(victim: str) -> None:
     """The trainer dies: its guard ends the whole family. The guard dies: the kernel ends the server itself."""
     start = (
         "import os, subprocess, sys; g = subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), "
-        "sys.executable, '-c', sys.argv[2]], start_new_session=True); print(g.pid, flush=True); g.wait()"
+        "sys.executable, '-c', sys.argv[2]], start_new_session=True); print('guard', g.pid, flush=True); g.wait()"
     )
     trainer = subprocess.Popen([sys.executable, "-c", start, str(GUARD), FAMILY], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
-    guard_pid, grandchild = int(trainer.stdout.readline()), int(trainer.stdout.readline())
+    said = dict(trainer.stdout.readline().split() for _ in range(2))  # in either order
+    guard_pid, grandchild = int(said["guard"]), int(said["grandchild"])
     (server,) = wait_for(lambda: children(guard_pid))
     try:
         if victim == "trainer":
