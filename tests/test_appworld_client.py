@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import selectors
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -40,6 +43,7 @@ from draco.env.appworld.faults import (
     WorkerDied,
 )  # fmt: skip
 from draco.env.appworld.inside import guard, roots
+from draco.env.appworld.inside import server as inside
 from draco.env.appworld.pool import Pool
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE
@@ -145,15 +149,35 @@ def test_a_task_that_cannot_be_opened_gives_its_place_back(task: str, error: typ
     with_pool(body, places=1)
 
 
-def test_back_pressure_waits_in_order_and_gives_up_in_words() -> None:
+def skipping(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Awaitable[None]]:
+    """Lets seconds pass on the running loop's clock at once; what is due by then has been done when it returns."""
+    loop, skipped = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + skipped)
+
+    async def skip(seconds: float) -> None:
+        nonlocal skipped
+        skipped += seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    return skip
+
+
+def test_back_pressure_waits_in_order_and_gives_up_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pool: Pool) -> None:
+        skip = skipping(monkeypatch)
         first = await pool.open("s1_1")
         waiting = [asyncio.create_task(pool.open("s1_1")) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await skip(0)
+        await skip(900)
         assert not any(w.done() for w in waiting)
         await pool.close(first)
         await pool.close(first)  # twice is once
         second = await waiting[0]
+        await skip(900)  # that end started the clock anew
+        assert not waiting[1].done()
+        await skip(101)
         with pytest.raises(PoolBusy, match=r"1 episodes are open; raise env\.environment\.places"):
             await waiting[1]
         with pytest.raises(UnknownEpisode):
@@ -161,19 +185,21 @@ def test_back_pressure_waits_in_order_and_gives_up_in_words() -> None:
         await pool.close(second)
         assert pool.live == 0
 
-    with_pool(body, places=1, queue_s=0.3)
+    with_pool(body, places=1, queue_s=1000)
 
 
-def test_a_queue_that_moves_is_waited_for_however_long() -> None:
+def test_a_queue_that_moves_is_waited_for_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pool: Pool) -> None:
+        skip = skipping(monkeypatch)
+
         async def one() -> None:
             slot = await pool.open("s1_1")
-            await asyncio.sleep(0.2)
+            await skip(400)
             await pool.close(slot)
 
-        await asyncio.gather(*(one() for _ in range(20)))  # the last waits two seconds at least
+        await asyncio.gather(*(one() for _ in range(20)))  # the last waits for more than 7000 s
 
-    with_pool(body, places=2, queue_s=1.0)
+    with_pool(body, places=2, queue_s=1000)
 
 
 def test_the_engine_has_no_more_episodes_on_their_way_than_places(
@@ -363,6 +389,25 @@ def test_an_opening_that_is_cancelled_leaves_no_episode_behind() -> None:
         assert pool.live == 1
 
     with_pool(body)
+
+
+def test_a_process_that_is_closed_in_the_round_in_which_it_speaks_is_not_heard(tmp_path: Path) -> None:
+    """Both messages lie there before the server looks: the first ends the process that sent the second."""
+    (ours, theirs), (process, its) = socket.socketpair(), socket.socketpair()
+    with ours, its:
+        ours.sendall(b'{"id": 1, "op": "close", "experiment": "e1"}\n')
+        its.sendall(b'{"ok": {}}\n')
+        server = inside.Server(theirs, {"role": "rollout", "root": str(tmp_path / "root"), "outputs": str(tmp_path)})
+        pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
+        server.children["e1"] = child = inside.Child(pid, process, "e1", "s1_1")
+        server.selector.register(process, selectors.EVENT_READ, child)
+        ours.shutdown(socket.SHUT_WR)
+        server.run()
+        server.selector.close()
+        theirs.close()
+        assert ours.recv(1000) == b'{"id": 1, "ok": {"closed": "e1"}}\n'
+    with pytest.raises(ChildProcessError):  # it has ended and was waited for
+        os.waitpid(pid, 0)
 
 
 def test_roots_refuse_what_appworld_cannot_use(tmp_path: Path) -> None:

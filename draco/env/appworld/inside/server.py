@@ -256,6 +256,8 @@ class Server:
         child.deadline = Real.monotonic() + float(message["deadline_s"])
 
     def _hear(self, child: Child) -> None:
+        if child.ended:
+            return  # by a request of the same round
         messages = child.channel.receive()
         if messages is None:
             self._gone(child)
