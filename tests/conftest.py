@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
@@ -17,6 +18,8 @@ from draco.policy import Policy
 from draco.types import Message, Task
 
 torch.set_num_threads(1)
+for name in ("NO_PROXY", "no_proxy"):  # servers on this machine are not behind the proxy that a shell may name
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 TINY = "pkg://draco.policies.tiny"
 
