@@ -53,7 +53,7 @@ class FakeVllm:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._started.wait(30)
+        assert self._started.wait(120)
 
     # --- thread -----------------------------------------------------------------------------------------------------
 
@@ -85,9 +85,9 @@ class FakeVllm:
         """As if killed: the port is closed, open connections are reset."""
         with self._ending:
             if not self._loop.is_closed():
-                asyncio.run_coroutine_threadsafe(self._die(), self._loop).result(30)
+                asyncio.run_coroutine_threadsafe(self._die(), self._loop).result(120)
                 self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(30)
+                self._thread.join(120)
                 self._loop.close()
 
     async def _die(self) -> None:

@@ -44,7 +44,7 @@ def results(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> list[li
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(Path(ddp_driver.__file__)), str(run), str(run / "out")],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=environment, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     one = [ddp_driver.replay(run, 1, updates) for updates in (1, 2)]

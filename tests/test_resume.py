@@ -80,7 +80,7 @@ def job(run: Path, kills: list[dict[str, Any]]) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference, never killed, and a run a chain."""
     folder = tmp_path_factory.mktemp("killed")
-    drive([job(folder / "whole", []), *(job(folder / name, kills) for name, kills in CHAINS.items())], timeout=600)
+    drive([job(folder / "whole", []), *(job(folder / name, kills) for name, kills in CHAINS.items())], timeout=1800)
     return folder
 
 
@@ -173,5 +173,5 @@ def test_more_kills(tmp_path: Path, seed: int) -> None:
             points.append({"call": TOKEN, "nth": draw.randint(1, 150), "maybe": True})
         else:
             points.append({"delay": draw.uniform(0.3, 6.0)})
-    drive([job(tmp_path / "whole", []), job(tmp_path / "run", points)], timeout=1200)
+    drive([job(tmp_path / "whole", []), job(tmp_path / "run", points)], timeout=3600)
     same(tmp_path / "whole", tmp_path / "run")
