@@ -206,6 +206,7 @@ class ApiAgent:
         )  # fmt: skip
 
     async def _turns(self, episode: Episode, talk: _Talk) -> Termination:
+        """Play to the end. What is a turn, a step and an end is as in `draco.agent.Rollout`: tables show both."""
         completed = failed = reminded = False
         for turn in range(1, self.limits.max_turns + 1):
             try:
@@ -214,33 +215,36 @@ class ApiAgent:
                 return Termination.LENGTH_LIMIT
             except TimeoutError:
                 return Termination.DEADLINE
-            actions = episode.format.parse(text)
-            observation, done = "", False
-            if actions:
-                reminded = False
-                reply: Reply = await _on(episode, "act", episode.step, [a.body for a in actions])
-                observation, done = "\n".join(reply.observations), reply.done
-                completed, failed = reply.completed, reply.failed
             start = talk.steps[-1].span[1] if talk.steps else 0
             talk.messages.append(Message("assistant", text))
-            talk.steps.append(Step(turn, (start, talk.output), text, observation, turn))
+            observation, end = "", None
+            try:
+                # The provider's count of the last request, and of what was added to it since.
+                if talk.prompt - talk.first_prompt + talk.output - start >= self.limits.max_response_tokens:
+                    end = Termination.LENGTH_LIMIT  # the budget is used up: nothing is run
+                elif actions := episode.format.parse(text):
+                    reminded = False
+                    reply: Reply = await _on(episode, "act", episode.step, [a.body for a in actions])
+                    observation = "\n".join(reply.observations)
+                    completed, failed = reply.completed, reply.failed
+                    end = _closing(completed, failed) if reply.done else None
+                else:
+                    episode.idle()
+                    malformed = not text.strip() or episode.format.attempted(text)
+                    if completed and not malformed:
+                        end = _closing(completed, failed)
+                    elif reminded:
+                        end = Termination.NO_ACTION if malformed else Termination.GAVE_UP
+                    else:
+                        reminded, observation = True, episode.format.reminder
+            finally:  # a turn whose action the environment fails on was taken, too
+                talk.steps.append(Step(turn, (start, talk.output), text, observation, turn))
+            if observation or end is None:  # the model's turn comes after a user's, be it empty
+                talk.messages.append(Message("user", observation))
             if time.monotonic() > talk.deadline:
                 return Termination.DEADLINE
-            closing = Termination.SUBMITTED if completed and not failed else Termination.GAVE_UP
-            if done:
-                return closing
-            if not actions:
-                episode.idle()
-                malformed = not text.strip() or episode.format.attempted(text)
-                if completed and not malformed:
-                    return closing
-                if reminded:
-                    return Termination.NO_ACTION if malformed else Termination.GAVE_UP
-                reminded, observation = True, episode.format.reminder
-            talk.messages.append(Message("user", observation))
-            # The provider's count of the last request, and of what was added to it since.
-            if talk.prompt - talk.first_prompt + talk.steps[-1].span[1] - start >= self.limits.max_response_tokens:
-                return Termination.LENGTH_LIMIT
+            if end is not None:
+                return end
         return Termination.TURN_LIMIT
 
     async def _ask(self, talk: _Talk, episode: Episode) -> str:
@@ -311,6 +315,10 @@ class ApiAgent:
                 said = " ".join(self._redact.error(str(error)).split())[:300]
                 raise ServerRefused(f"refused: {what}: {said}") from None
             raise _Passing(what, retry_after(error)) from None
+
+
+def _closing(completed: bool, failed: bool) -> Termination:
+    return Termination.SUBMITTED if completed and not failed else Termination.GAVE_UP
 
 
 async def _on(episode: Episode, name: str, otherwise: Any, *arguments: Any) -> Any:
