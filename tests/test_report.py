@@ -20,8 +20,9 @@ from draco.analysis.series import Verdicts, step_numbers
 from draco.errors import ConfigError
 from draco.evaluation.statistics import mean_std, paired_bootstrap, task_means
 from draco.report.curves import all_figures, over_seeds
-from draco.report.figures import Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
+from draco.report.figures import COLOURS, Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
 from draco.report.pieces import TokenPieces
+from draco.report.rows import SETTINGS, by_setting, splits
 from draco.report.tables import all_tables, write_table
 
 
@@ -108,6 +109,68 @@ def test_cost_and_frontier_models(tmp_path: Path, run: Path) -> None:
     assert table.rows[2][:4] == ("openai/x", "test_normal", 1.0, 1.0)
 
 
+def test_faults_that_count_as_failed_are_said_of_every_row(tmp_path: Path, run: Path) -> None:
+    """A row of a model whose provider was down reads like one of a model that cannot do it."""
+    (run / "evaluation_before.json").write_text(json.dumps(evaluation((0, 0)) | {"quarantined": 2}), encoding="utf-8")
+    model = tmp_path / "model"
+    model.mkdir()
+    content = evaluation((0, 1), cost=1.0) | {"agent": "openai/x", "checkpoint": "api", "quarantined": 3}
+    (model / "test_normal-api-n2.json").write_text(json.dumps(content | {"unevaluated": 1}), encoding="utf-8")
+    runs = [open_run(run), open_run(model)]
+    ended = "rollouts ended by a fault (environment, engine or deadline) and count as failed."
+    base, other = (f"{who}, test_normal: {n} of 4 {ended}" for who, n in (("base", 2), ("openai/x", 3)))
+    notes = {t.name: t.notes for t in all_tables(runs)}
+    assert {base, other, "openai/x, test_normal: 1 of 4 rollouts left out: the evaluator failed."} <= {
+        *notes["T8_models"]
+    }
+    for name in ("T2_success", "T3_turns", "T4_success_std", "T5_turns_std", "T6_difficulty", "T9_differences"):
+        assert base in notes[name]
+    figures = {f.name: f.note for f in all_figures(runs)}
+    assert base in figures["F2_success_cost"]
+    assert other in figures["F6_frontier"]
+
+
+def test_a_mean_over_a_part_of_the_evaluations_says_so(tmp_path: Path) -> None:
+    """One seed was evaluated once a task, or without prices; it is not in the mean."""
+    one, two = (write_run(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    whole = evaluation((1, 2), cost=0.5)
+    (one / "evaluation_after.json").write_text(json.dumps(whole), encoding="utf-8")
+    part = evaluation((1, 1)) | {"tgc_pass_hat": [0.5], "tgc_pass_at": [0.5], "turns": None}
+    (two / "evaluation_after.json").write_text(json.dumps(part), encoding="utf-8")
+    runs = [open_run(one), open_run(two)]
+    tables = {t.name: t for t in all_tables(runs)}
+    said = "Over a part of the evaluations of dynamic+step"
+    (row,) = [r for r in tables["T2_success"].rows if r[0] == "dynamic+step"]
+    assert row[1:3] == (0.625, 0.5)
+    assert f"{said}: test_normal TGC p2 (1 evaluation without it)." in tables["T2_success"].notes
+    assert f"{said}: test_normal (1 evaluation without it)." in tables["T3_turns"].notes
+    assert f"{said}, test_normal: turns (1 evaluation without it)." in tables["T8_models"].notes
+    assert tables["T8_models"].rows[1][-2:] == (None, None)  # a part of them has a cost
+    figures = {f.name: f for f in all_figures(runs)}
+    assert points(figures["F5_pass_k"], "dynamic+step") == [(1.0, 0.625), (2.0, 0.5)]
+    assert "dynamic+step, test_normal: 1 of 2 evaluations have fewer runs a task" in figures["F5_pass_k"].note
+    assert figures["F2_success_cost"].panels[0].series == ()
+    for path, cost in ((one, 0.1), (two, 0.3)):
+        (path / "evaluation_before.json").write_text(json.dumps(evaluation((0, 0), cost=cost)), encoding="utf-8")
+    (figure,) = [f for f in all_figures([open_run(one), open_run(two)]) if f.name == "F2_success_cost"]
+    assert figure.panels[0].title == "test_normal (no cost: dynamic+step (1 of 2 evaluations))"
+    assert points(figure, "base") == [(0.2, 0.0)]
+
+
+def test_settings_and_splits_stand_in_one_order_everywhere(tmp_path: Path) -> None:
+    kinds = (("mine", "step"), ("dynamic", "step"), ("static", "step"))
+    paths = [write_run(tmp_path / rubric, rubric, credit) for rubric, credit in kinds]
+    (paths[0] / "evaluations").mkdir()
+    for split, checkpoint in (("dev", "base"), ("test_challenge", "step=000002")):
+        content = evaluation((1, 1)) | {"split": split, "checkpoint": checkpoint}
+        (paths[0] / "evaluations" / f"{split}-x-n2.json").write_text(json.dumps(content), encoding="utf-8")
+    runs = [open_run(p) for p in paths]
+    assert list(by_setting(runs)) == ["static+step", "dynamic+step", "mine+step"]
+    assert splits(runs) == ["test_normal", "test_challenge"]
+    assert splits(runs, base=True) == ["test_normal", "test_challenge", "dev"]
+    assert list(COLOURS)[: len(SETTINGS)] == list(SETTINGS)  # that of legends
+
+
 def test_what_judging_costs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for step in (0, 1):
@@ -170,7 +233,7 @@ def test_the_notes_say_how_a_tau_bench_was_run(run: Path) -> None:
     (table,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
     notes = " ".join(table.notes)
     assert "tau_banking: tau2 1.0.2, retrieval alltools, user simulator openai/u, at most 100 agent turns" in notes
-    assert "dynamic+step, tau_banking: 3 faulted rollouts (failed)." in notes
+    assert "dynamic+step, tau_banking: 3 of 4 rollouts ended by a fault" in notes
     assert "test_normal: 1 seed, 1 checkpoint in all, n = 2 (dynamic+step)." in notes
 
 
@@ -282,7 +345,7 @@ def test_means_over_seeds_at_points_that_only_one_has() -> None:
 def test_spread() -> None:
     spread = mean_std([1.0, None, 3.0])
     assert spread is not None
-    assert (spread.mean, spread.std, spread.n) == (2.0, pytest.approx(2**0.5), 2)
+    assert (spread.mean, spread.std, spread.missing) == (2.0, pytest.approx(2**0.5), 1)
     assert mean_std([None]) is None
     alone = mean_std([1.0])
     assert alone is not None

@@ -19,7 +19,7 @@ class Spread:
 
     mean: float
     std: float | None  #: None where there is one value only
-    n: int
+    missing: int = 0  #: values that nobody knows and that are in neither: to be said wherever the mean is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,12 @@ class Difference:
 
 def mean_std(values: Iterable[float | None]) -> Spread | None:
     """Spread of what is known; None when nothing is."""
-    known = [v for v in values if v is not None]
+    given = list(values)
+    known = [v for v in given if v is not None]
     if not known:
         return None
-    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+    std = statistics.stdev(known) if len(known) > 1 else None
+    return Spread(statistics.fmean(known), std, len(given) - len(known))
 
 
 def task_means(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draco.errors import ConfigError
+from draco.report.rows import SETTINGS
 
 __all__ = ["Figure", "Panel", "Series", "require_matplotlib", "write_figure"]
 
@@ -23,9 +24,8 @@ __all__ = ["Figure", "Panel", "Series", "require_matplotlib", "write_figure"]
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
 #: what has one colour in every figure; also the order of legends. One hue a rubric, the darker one for step credit
-COLOURS = {
-    "static+uniform": "#56B4E9", "static+step": "#0072B2", "dynamic+uniform": "#E69F00", "dynamic+step": "#D55E00",
-    "outcome+uniform": "#009E73", "random+uniform": "#CC79A7", "base": "#000000",
+COLOURS = dict(zip(SETTINGS, ("#56B4E9", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7"), strict=True)) | {
+    "base": "#000000",
     "propose_task": "#56B4E9", "propose_rollout": "#0072B2", "merge": "#009E73", "score": "#E69F00",
     "attribute": "#D55E00",
     "length_limit": "#0072B2", "turn_limit": "#56B4E9", "no_action": "#D55E00", "gave_up": "#E69F00",
