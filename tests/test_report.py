@@ -46,17 +46,12 @@ def test_a_step_is_counted_as_by_hand(run: Path) -> None:
     # A: + − n.a.; B: + + −; C: + + +.
     assert first.verdicts == Verdicts(6, 2, 1)
     assert first.by_title[f"criterion A {HOSTILE}"] == Verdicts(1, 1, 1)
-    assert first.rewards == (1.0, 0.0, -1.0)
     # Rollout 0 has passes only, rollout 2 one fail only; rollout 1 has both.
     assert first.inert == 2
     assert first.terminations == {"submitted": 2, "length_limit": 1}
     # Surviving citations of steps 1, 2, 3: rollout 0: 2, 1, 0; rollout 1: 1, 2, 0; rollout 2 has one step: 1.
     assert first.citations == {0: 2, 1: 3, 2: 2}
-    # Q of rollout 1: step 1 = 1, step 2 = 1/2, step 3 = their mean 3/4 → variance 1/24.
-    assert first.quality_spread == pytest.approx((0.0, (1 / 24) ** 0.5, 0.0))
-    assert {p: (c.calls, c.tokens, c.usd) for p, c in first.calls.items()} == {
-        "score": (2, 220, 0.5), "attribute": (1, 110, 0.5)
-    }  # fmt: skip
+    assert {p: (c.tokens, c.usd) for p, c in first.calls.items()} == {"score": (220, 0.5), "attribute": (110, 0.5)}
     assert (second.members, second.rollouts, second.inert) == (2, 3, 2)
     assert second.calls["score"].usd is None  # a call without a known price makes the bill unknown, not smaller
 
@@ -233,6 +228,10 @@ def test_the_notes_say_how_a_tau_bench_was_run(run: Path) -> None:
     (table,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
     notes = " ".join(table.notes)
     assert "tau_banking: tau2 1.0.2, retrieval alltools, user simulator openai/u, at most 100 agent turns" in notes
+    del content["retrieval"], content["user"]  # a results file that does not say
+    (folder / "tau_banking-step=000002-n2.json").write_text(json.dumps(content), encoding="utf-8")
+    (other,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
+    assert "retrieval not recorded, user simulator not recorded, at most 100 agent turns" in " ".join(other.notes)
     assert "dynamic+step, tau_banking: 3 of 4 rollouts ended by a fault" in notes
     assert "test_normal: 1 seed, 1 checkpoint in all, n = 2 (dynamic+step)." in notes
 

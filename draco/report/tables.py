@@ -280,10 +280,10 @@ def _counts(runs: Sequence[Run]) -> list[str]:
 def _tau_setup(e: Evaluation) -> str:
     """tau2's version and retrieval, without which its scores compare with nothing."""
     version = (e.content.get("tau2") or {}).get("version") or "tau2 of unknown version"
-    retrieval = e.content.get("retrieval") or "none"
+    retrieval, user, turns = (e.content.get(k, "not recorded") for k in ("retrieval", "user", "max_turns"))
     return (
-        f"{e.split}: {version}, retrieval {retrieval}, user simulator {e.content.get('user')}, at most "
-        f"{e.content.get('max_turns')} agent turns; infrastructure errors and missing simulations are failures."
+        f"{e.split}: {version}, retrieval {retrieval or 'none'}, user simulator {user}, at most {turns} agent turns; "
+        "infrastructure errors and missing simulations are failures."
     )
 
 
