@@ -30,6 +30,7 @@ __all__ = ["ApiAgent"]
 
 _FOR_ALL = (401, 402, 403)  # key, credit, permission: every other request would be refused, too
 _MAY_PASS = (408, 409, 425, 429)  # of the 4xx
+_TIMEOUT_S = 300.0  # of one call
 
 
 class _Passing(EngineError):
@@ -70,7 +71,7 @@ class ApiAgent:
             on its way; an action that is, is waited for. `max_prompt_tokens` filters nothing: nobody can count before.
         temperature: None sends none, for models that refuse it.
         concurrency: episodes at a time.
-        timeout_s, max_retries: of one call.
+        max_retries: of one call.
         api_base: address of an OpenAI-compatible server.
         backoff_s: first pause before a retry.
     """
@@ -82,13 +83,12 @@ class ApiAgent:
         *,
         temperature: float | None = 1.0,
         concurrency: int = 16,
-        timeout_s: float = 300.0,
         max_retries: int = 4,
         api_base: str | None = None,
         backoff_s: float = 1.0,
     ) -> None:
         self.model, self.limits, self.temperature = model, limits, temperature
-        self.concurrency, self.timeout_s, self.max_retries = concurrency, timeout_s, max_retries
+        self.concurrency, self.max_retries = concurrency, max_retries
         self.usage: dict[tuple[str, int], Usage] = {}
         self._more = {k: v for k, v in (("temperature", temperature), ("api_base", api_base)) if v is not None}
         if limits.max_turn_tokens:
@@ -299,9 +299,9 @@ class ApiAgent:
         """
         messages = [{"role": m.role, "content": m.content} for m in talk.messages]
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(_TIMEOUT_S):
                 return await self._litellm.acompletion(
-                    model=self.model, messages=messages, timeout=self.timeout_s, max_retries=0, **self._more
+                    model=self.model, messages=messages, timeout=_TIMEOUT_S, max_retries=0, **self._more
                 )
         except Exception as error:
             if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
