@@ -194,7 +194,7 @@ def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Seque
         return usd / tasks if usd is not None and tasks else None
 
     for split in splits(models):
-        rows = {s: finals(cell, split) for s, cell in (by_setting(models) | cells).items()}
+        rows = {s: finals(cell, split) for s, cell in {**by_setting(models), **cells}.items()}
         panels.append(_scatter(split, rows, a_task))
         said += fault_notes(split, rows)
     return Figure("F6_frontier", title, "USD a task", "TGC", tuple(panels), note=" ".join(said))
@@ -261,7 +261,9 @@ def _judge_replay(runs: Sequence[Run]) -> Figure:
                      ("false_pass", "false pass"),
                      ("false_fail", "false fail"), ("recall", "criteria recall"),
                      ("precision", "criteria precision"), ("model_recall", "criteria recall, by a model"),
-                     ("model_precision", "criteria precision, by a model"))  # fmt: skip
+                     ("model_precision", "criteria precision, by a model"),
+                     ("cited_recall", "recall of cited steps"),
+                     ("cited_precision", "precision of cited steps"))  # fmt: skip
             series = []
             for key, label in names:
                 points = [(float(r["first_step"] + 1), r[key]) for r in rows if r.get(key) is not None]

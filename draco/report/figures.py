@@ -32,7 +32,8 @@ COLOURS = dict(zip(SETTINGS, ("#56B4E9", "#0072B2", "#E69F00", "#D55E00", "#009E
     "deadline": "#CC79A7", "environment_error": "#000000", "engine_error": "#009E73", "submitted": "#DCDFE3",
     "agreement": "#0072B2", "all-pass baseline": "#8A8F96", "false pass": "#D55E00", "false fail": "#E69F00",
     "criteria recall": "#009E73", "criteria precision": "#CC79A7", "criteria recall, by a model": "#00563F",
-    "criteria precision, by a model": "#8A3A66", "pass rate": "#0072B2",
+    "criteria precision, by a model": "#8A3A66", "recall of cited steps": "#56B4E9",
+    "precision of cited steps": "#000000", "pass rate": "#0072B2",
 }  # fmt: skip
 _ORDER = list(COLOURS)
 _SOFT = "#5b626b"
