@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import evaluate
@@ -199,9 +200,11 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
     assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
     free.set()
     server.answer = lambda n, body: (200, "<code>a</code>")
-    act = EchoEpisode.step
-    monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (time.sleep(1.1), act(self, actions))[1])
-    late = play(server, deadline_s=1.0)
+    act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
+    monkeypatch.setattr("draco.evaluation.api_agent.time", clock)
+    monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (ahead.append(600.0), act(self, actions))[1])
+    late = play(server, deadline_s=300.0)
     assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
 
 
