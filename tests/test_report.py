@@ -330,6 +330,19 @@ def test_a_setting_has_one_colour_in_every_figure() -> None:
     assert len(set(many.values())) == 5
 
 
+def test_points_of_a_scatter_are_all_named_and_seen(tmp_path: Path) -> None:
+    """Names beside the points lay on each other; a cheap policy and a dear model left no room between points."""
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `report`")
+    names = ["base", "static+step", "dynamic+step", "openai/a", "other/b", "third/c"]
+    series = tuple(Series(n, (0.01 * (i > 2) + 1e-4,), (0.7,)) for i, n in enumerate(names))
+    for count in (1, len(names)):
+        write_figure(Figure("f", "t", "USD", "TGC", (Panel("p", series[:count], "scatter"),)), tmp_path, png=False)
+        drawn = (tmp_path / "f.svg").read_text(encoding="utf-8")
+        assert all(drawn.count(f">{n}<") == 1 for n in names[:count])
+    assert ">0.001<" in drawn  # a decade: the axis is logarithmic
+    assert len(set(_colours(set(names)).values())) == len(names)
+
+
 def test_the_axis_of_terminations_ends_where_something_is_to_be_seen(run: Path) -> None:
     (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F3_terminations"]
     assert (figure.y_max, figure.note) == (0.5, "The axis ends at 50%: all other rollouts submitted.")

@@ -40,7 +40,7 @@ def all_figures(
     numbers = {r.path: archive_numbers(r.path) for r in trained} if numbers is None else numbers
     cells = by_setting(trained)
     seeds = max((len(c) for c in cells.values()), default=0)
-    note = "Line: mean over the seeds that have the step; band: the lowest to the highest of them." if seeds > 1 else ""
+    note = "Line: mean over the seeds that have the step; band: lowest to highest of them." if seeds > 1 else ""
     return [
         _cost_success(cells, prices),
         _terminations(cells, numbers),
@@ -51,7 +51,7 @@ def all_figures(
         _judge_cost(cells, numbers),
         _judge_replay(trained),
         *_criteria(cells, numbers, window),
-        _inert(cells, numbers, window),
+        _inert(cells, numbers, window, note),
         _citations(cells, numbers),
     ]
 
@@ -177,6 +177,8 @@ def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
                                     "and are not in the points at larger k.")  # fmt: skip
             gap = "" if series else "every evaluation is of one run a task (n = 1); evaluate with n=3"
             panels.append(Panel(f"{split}, {label}", tuple(series), gap=gap))
+    if any(s.low for p in panels for s in p.series):
+        said.insert(0, "Line: mean over seeds and checkpoints; band: lowest to highest.")
     return Figure("F5_pass_k", "F5 · pass^k against pass@k", "k", "TGC",
                   tuple(panels) or (_nothing("no evaluation"),), note=" ".join(said))  # fmt: skip
 
@@ -311,7 +313,7 @@ def _criteria(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNu
     ]
 
 
-def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int) -> Figure:
+def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int, note: str) -> Figure:
     series = []
     for setting, cell in cells.items():
         curves = []
@@ -329,7 +331,7 @@ def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbe
     panel = Panel("", tuple(series), gap="" if series else "no run with a rubric")
     return Figure("F11_inert_share", "F11 · Inert share: rollouts whose surviving verdicts are unanimous or none",
                   "training step (start of window)", "share of judged rollouts", (panel,),
-                  note=f"Windows of {window} steps.")  # fmt: skip
+                  note=" ".join(t for t in (f"Windows of {window} steps.", note) if t))  # fmt: skip
 
 
 def _citations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
