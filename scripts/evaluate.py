@@ -30,7 +30,7 @@ import logging
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -39,9 +39,6 @@ from rich.table import Table
 from draco.arguments import prices_of, run_main
 from draco.checks import whole
 from draco.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 OPTIONS = {
     "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",

@@ -9,7 +9,8 @@ Options (key=value):
     n           trials a task (default 3)
     checkpoint  last (default), base, or a step number
     tau2        executable of tau2 (its own environment)
-    results     read this results file instead of running anything
+    results     read this results file instead of running anything; domain, retrieval, user and max_turns are then
+                what it says, and unknown where neither it nor an option does
     api_base, model   a server that runs already (OpenAI-compatible), and the model's name there; otherwise
     python, tool_parser, port   the interpreter that has vLLM (default .venv-vllm/bin/python), its parser (default
                 hermes), and the port (default 8010)
@@ -31,7 +32,7 @@ from omegaconf import OmegaConf
 from draco import checkpoint
 from draco.arguments import parse, prices_of, whole
 from draco.errors import ConfigError
-from draco.evaluation.tau import BANKING, TauOptions, parse_results, run_tau2, served, tau2_version
+from draco.evaluation.tau import BANKING, TauOptions, parse_results, recorded_settings, run_tau2, served, tau2_version
 from draco.summary import write_json
 
 OPTIONS = {
@@ -63,16 +64,36 @@ def main(arguments: list[str]) -> None:
         tasks=whole(given, "tasks", 1, least=1) if "tasks" in given else None,
         **named,
     )
-    file = Path(given["results"]) if "results" in given else _play(run, given, tau, folder, name)
+    settings = {"domain": tau.domain, "retrieval": tau.retrieval, "user": tau.user, "max_turns": tau.max_turns}
+    if "results" in given:
+        file = Path(given["results"])
+        settings = _known(file, {k: v for k, v in settings.items() if k in given})
+        # The tau2 at hand says nothing of a file that another one wrote.
+        version = tau2_version(tau.tau2) if "tau2" in given else None
+    else:
+        file, version = _play(run, given, tau, folder, name), tau2_version(tau.tau2)
     prices, user_prices = prices_of(given.get("prices")), prices_of(given.get("user_prices"), "user_prices")
     content = parse_results(file, n=n, prices=prices, user_prices=user_prices)
-    split = "tau_banking" if tau.domain == BANKING else f"tau_{tau.domain}"
+    split = "tau_banking" if settings["domain"] == BANKING else f"tau_{settings['domain']}"
     out = run / "evaluations" / f"{split}-{name}-n{n}{f'-first{tau.tasks}' if tau.tasks else ''}.json"
-    settings = {"domain": tau.domain, "retrieval": tau.retrieval, "user": tau.user, "max_turns": tau.max_turns}
-    content["tau2"] = {"version": tau2_version(tau.tau2), **content["tau2"]}
+    content["tau2"] = {"version": version, **content["tau2"]}
     write_json(out, {"run": str(run), "checkpoint": name, "split": split, **settings, **content})
     show(content)
     print(f"records: {out}")
+
+
+def _known(file: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """What the file says of how it was made, and what is given where it does not say; nothing else is written.
+
+    Raises:
+        ConfigError: file and options differ.
+    """
+    stated = recorded_settings(file)
+    for name in given.keys() & stated.keys():
+        if given[name] != stated[name]:
+            raise ConfigError(f"{file} was made with {name}={stated[name]}, not {given[name]}; leave {name}= out")
+    known = {"domain": BANKING, **given, **stated}
+    return known if known["domain"] == BANKING else {**known, "retrieval": None}  # it has no documents
 
 
 def _checkpoint(run: Path, which: str) -> Path | None:

@@ -39,7 +39,7 @@ from draco.report.page import write_page
 from draco.run import instantiate
 from draco.runfolder import prepare, write_config
 from draco.stages import CreditStage
-from draco.types import Credit, Group
+from draco.types import Group
 
 OPTIONS = {"input", "out", "judge", "rubric", "credit", "caveats", "batch", "overwrite"}
 
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> None:
     numbered = [[replace(g, step=s) for g in groups] for s, groups in enumerate(steps)]
     if labels:
         for s, groups in enumerate(numbered):
-            _write(run, s, groups, list(rule.assign(judge_by_labels(replace(outside, groups=tuple(groups))))), [])
+            write_step(run, s, groups, list(rule.assign(judge_by_labels(replace(outside, groups=tuple(groups))))), [])
     else:
         _judge(run, numbered, config, rule, given.get("caveats", ""))
     show(run, outside)
@@ -93,14 +93,10 @@ def _judge(run: Path, numbered: list[list[Group]], config: DictConfig, rule: Cre
             alone = [j for g in groups if (j := too_few(g)) is not None]
             judged = stage.judge([g for g in groups if too_few(g) is None])
             credits = list(rule.assign(chain(judged, alone)))
-            _write(run, s, groups, credits, stage.take_records())
+            write_step(run, s, groups, credits, stage.take_records())
     finally:
         if hasattr(stage, "close"):
             stage.close()
-
-
-def _write(run: Path, step: int, groups: list[Group], credits: list[Credit], records: list[Any]) -> None:
-    write_step(run, step, groups, credits, records)
 
 
 def _kept(config: DictConfig, outside: Outside, labels: bool, source: Path) -> DictConfig:

@@ -4,7 +4,8 @@
 
 Writes `judge_replay/MODEL/calls.jsonl` (a line a call; it can be interrupted and goes on) and `summary.json`:
 agreement beside that of a judge that passes everything, false passes and fails (the archived verdicts are the
-reference), Cohen's κ, Gwet's AC1, recall and precision of the criteria, over all and by window. Criteria are matched
+reference), Cohen's κ, Gwet's AC1, recall and precision of the criteria and, with phases=attribute, of the cited steps,
+over all and by window. Criteria are matched
 by their texts (rapidfuzz, which takes paraphrases for different ones) and, where matcher= names one, by a model too.
 Figure F9 is drawn from it. Options (key=value or --key value):
     judge, judge.KEY   the other judge
@@ -13,7 +14,7 @@ Figure F9 is drawn from it. Options (key=value or --key value):
     phases      of calls (default: score,merge)
     every       calls of every so many steps (default 1)
     max_calls   at most so many, spread evenly over the run
-    max_usd     stop when so much is spent
+    max_usd     send no call that would pass it (of the other judge; matcher.max_usd is the matcher's)
     window      steps a window (default 10)
 """
 
@@ -100,23 +101,33 @@ async def _match(results: Iterable[Mapping[str, Any]], matcher: JudgeClient, fil
         await matcher.aclose()
 
 
+#: tables that are printed: title, and heading by figure
+_VERDICTS = {
+    "calls": "calls", "pairs": "pairs", "agreement": "agree", "all_pass_baseline": "all pass",
+    "false_pass": "false pass", "false_fail": "false fail", "kappa": "κ", "ac1": "AC1",
+}  # fmt: skip
+_SETS = {
+    "calls": "calls", "recall": "criteria recall", "precision": "prec.", "model_recall": "by model recall",
+    "model_precision": "prec.", "cited_recall": "cited steps recall", "cited_precision": "prec.",
+}  # fmt: skip
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
-    """A row a window."""
-    names = {
-        "calls": "calls", "pairs": "pairs", "agreement": "agree", "all_pass_baseline": "all pass",
-        "false_pass": "false pass", "false_fail": "false fail", "kappa": "κ", "ac1": "AC1", "recall": "recall",
-        "precision": "prec.", "model_recall": "recall (model)", "model_precision": "prec. (model)",
-    }  # fmt: skip
-    if summary.get("matcher") is None:
-        names = {k: v for k, v in names.items() if not k.startswith("model_")}
-    table = Table(title=f"{summary['judge']} against {summary['reference']}", box=box.SIMPLE, padding=(0, 0, 0, 1))
-    for name in ("step", *names.values()):
-        table.add_column(name, justify="right")
-    for row in [*summary["windows"], {"first_step": None, **summary["all"]}]:
-        label = "all" if row["first_step"] is None else f"{row['first_step'] + 1}–"
-        cells = (row[c] for c in names)
-        table.add_row(label, *("–" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in cells))
-    console.print(table)
+    """A row a window: verdicts, then criteria and cited steps, each where it was asked for."""
+    rows = [*summary["windows"], {"first_step": None, **summary["all"]}]
+    for what, headings in (("verdicts", _VERDICTS), ("criteria and steps", _SETS)):
+        names = [k for k in headings if any(row[k] is not None for row in rows)]
+        if set(names) <= {"calls", "pairs"}:
+            continue
+        title = f"{summary['judge']} against {summary['reference']}: {what}"
+        table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
+        for heading in ("step", *(headings[k] for k in names)):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            label = "all" if row["first_step"] is None else f"{row['first_step'] + 1}–"
+            cells = (row[k] for k in names)
+            table.add_row(label, *("–" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in cells))
+        console.print(table)
 
 
 if __name__ == "__main__":

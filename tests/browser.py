@@ -30,7 +30,6 @@ class Browser:
         self.timeout_s = timeout_s
         self.errors: list[str] = []  #: exceptions and console errors of the page
         self.requests: list[str] = []  #: addresses that the page asked for
-        self._events: list[dict[str, Any]] = []
         self._buffer = b""
         self._ids = itertools.count(1)
         to_read, self._write = os.pipe()
@@ -51,7 +50,11 @@ class Browser:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         os.close(self._read)
         os.close(self._write)
 
@@ -93,8 +96,6 @@ class Browser:
             self.errors.append(parameters["entry"]["text"])
         elif method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
-        if method:
-            self._events.append({"method": method})
 
     def open(self, file: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Open a file and wait until it is loaded."""
@@ -103,10 +104,11 @@ class Browser:
         )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
-        self._events.clear()
-        self.send("Page.navigate", url=file.resolve().as_uri())
-        while not any(e["method"] == "Page.loadEventFired" for e in self._events):
-            self._receive()
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # or it would hover over the new page
+        address = file.resolve().as_uri()
+        self.send("Page.navigate", url=address)
+        # Not the load event: that of the page before may come late.
+        self.until(f"document.readyState === 'complete' && location.href === {json.dumps(address)}")
 
     def run(self, expression: str) -> Any:
         """Value of an expression; a promise is waited for."""

@@ -14,7 +14,6 @@ Step 1 has one group whose rewards are alike: criterion A fails everybody, at st
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -88,13 +87,6 @@ def score_reply(*scores: int) -> str:
     """A reply of the score phase."""
     verdicts = [{"title": f"t{i}", "evidence": "", "justification": "", "score": s} for i, s in enumerate(scores)]
     return json.dumps({"verdicts": verdicts})
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """Advantages of step 0 by hand: R = 1, 0, −1, mean 0, sample std 1, ε = 1e-6."""
-
-    advantages: tuple[float, ...] = (1 / (1 + 1e-6), 0.0, -1 / (1 + 1e-6))
 
 
 def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: int = 0) -> Path:

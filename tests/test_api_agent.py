@@ -6,21 +6,21 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import evaluate
 import pytest
-from conftest import EchoEnvironment, EchoEpisode
+from conftest import EchoEnvironment, EchoEpisode, EchoEvaluator, rollout_of
 from test_judge_loopback import CANARY, Server, server  # noqa: F401 - a fixture
 
 from draco.agent import Limits
-from draco.env.base import Reply
+from draco.chat import ChatFormat
 from draco.errors import ConfigError
 from draco.evaluation.api_agent import ApiAgent
 from draco.evaluation.ledger import Ledger
+from draco.evaluation.records import Usage, record_of
 from draco.types import Termination, Trajectory
 
 
@@ -88,6 +88,47 @@ def test_terminations(
     trajectory = play(server, **more)
     assert trajectory.termination == termination
     assert all("what was not asked for" not in m.content for m in trajectory.messages)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(
+    ("turns", "limits"),
+    [
+        (["<code>a</code>", "<code>done</code>", "That is all."], {}),  # closes with an action, or with a closing turn
+        (["I think.", "<code>a</code>", "<code>fail</code>", "Sorry."], {}),
+        (["", ""], {}),
+        (["<code>a</code>"] * 3, {"max_turns": 3}),
+        (["<code>a</code>", "<code>boom</code>"], {}),
+        (["<code>a</code>"], {"max_response_tokens": 7}),  # so many the server says; to the other it is less
+    ],
+)
+def test_turns_and_ends_are_counted_as_those_of_a_policy(
+    server: Server,  # noqa: F811
+    chat: ChatFormat,
+    turns: list[str],
+    limits: dict[str, Any],
+    closes: bool,
+) -> None:
+    """Tables show both side by side."""
+    budgets = Limits(**limits)
+    server.answer = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    environment = EchoEnvironment(closes=closes)
+    task = environment.tasks("train")[0]
+    base = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    played = ApiAgent("openai/gpt-4o-mini", budgets, api_base=base)
+    try:
+        (ours,) = played.play(environment, [(task, 0)])
+    finally:
+        played.close()
+    policy = rollout_of(chat, turns, limits=budgets, episode=EchoEpisode(task, closes=closes)).trajectory()
+
+    def counted(trajectory: Trajectory) -> tuple[Any, ...]:
+        record = record_of(trajectory, EchoEvaluator(), Usage(0, 0, 0))
+        steps = [(s.index, s.turn, s.observation) for s in trajectory.steps]
+        said = [(m.role, m.content * (m.role != "assistant")) for m in trajectory.messages]
+        return record.termination, record.turns, record.interactions, record.success, steps, said
+
+    assert counted(ours) == counted(policy)
 
 
 def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(server: Server) -> None:  # noqa: F811
@@ -159,17 +200,11 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
     assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
     free.set()
     server.answer = lambda n, body: (200, "<code>a</code>")
-    act, passed = EchoEpisode.step, [0.0]
-    monkeypatch.setattr(
-        "draco.evaluation.api_agent.time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
-    )
-
-    def slow(self: EchoEpisode, actions: Sequence[str]) -> Reply:
-        passed[0] += 1000.0
-        return act(self, actions)
-
-    monkeypatch.setattr(EchoEpisode, "step", slow)
-    late = play(server, deadline_s=500.0)
+    act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
+    monkeypatch.setattr("draco.evaluation.api_agent.time", clock)
+    monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (ahead.append(600.0), act(self, actions))[1])
+    late = play(server, deadline_s=300.0)
     assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
 
 

@@ -20,8 +20,9 @@ from draco.analysis.series import Verdicts, step_numbers
 from draco.errors import ConfigError
 from draco.evaluation.statistics import mean_std, paired_bootstrap, task_means
 from draco.report.curves import all_figures, over_seeds
-from draco.report.figures import Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
+from draco.report.figures import COLOURS, Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
 from draco.report.pieces import TokenPieces
+from draco.report.rows import SETTINGS, by_setting, splits
 from draco.report.tables import all_tables, write_table
 
 
@@ -45,17 +46,12 @@ def test_a_step_is_counted_as_by_hand(run: Path) -> None:
     # A: + − n.a.; B: + + −; C: + + +.
     assert first.verdicts == Verdicts(6, 2, 1)
     assert first.by_title[f"criterion A {HOSTILE}"] == Verdicts(1, 1, 1)
-    assert first.rewards == (1.0, 0.0, -1.0)
     # Rollout 0 has passes only, rollout 2 one fail only; rollout 1 has both.
     assert first.inert == 2
     assert first.terminations == {"submitted": 2, "length_limit": 1}
     # Surviving citations of steps 1, 2, 3: rollout 0: 2, 1, 0; rollout 1: 1, 2, 0; rollout 2 has one step: 1.
     assert first.citations == {0: 2, 1: 3, 2: 2}
-    # Q of rollout 1: step 1 = 1, step 2 = 1/2, step 3 = their mean 3/4 → variance 1/24.
-    assert first.quality_spread == pytest.approx((0.0, (1 / 24) ** 0.5, 0.0))
-    assert {p: (c.calls, c.tokens, c.usd) for p, c in first.calls.items()} == {
-        "score": (2, 220, 0.5), "attribute": (1, 110, 0.5)
-    }  # fmt: skip
+    assert {p: (c.tokens, c.usd) for p, c in first.calls.items()} == {"score": (220, 0.5), "attribute": (110, 0.5)}
     assert (second.members, second.rollouts, second.inert) == (2, 3, 2)
     assert second.calls["score"].usd is None  # a call without a known price makes the bill unknown, not smaller
 
@@ -106,6 +102,68 @@ def test_cost_and_frontier_models(tmp_path: Path, run: Path) -> None:
     (table,) = [t for t in all_tables(runs) if t.name == "T8_models"]
     assert table.rows[1] == ("dynamic+step", "test_normal", 0.75, 0.5, 3.5, 0.5, 0.25)
     assert table.rows[2][:4] == ("openai/x", "test_normal", 1.0, 1.0)
+
+
+def test_faults_that_count_as_failed_are_said_of_every_row(tmp_path: Path, run: Path) -> None:
+    """A row of a model whose provider was down reads like one of a model that cannot do it."""
+    (run / "evaluation_before.json").write_text(json.dumps(evaluation((0, 0)) | {"quarantined": 2}), encoding="utf-8")
+    model = tmp_path / "model"
+    model.mkdir()
+    content = evaluation((0, 1), cost=1.0) | {"agent": "openai/x", "checkpoint": "api", "quarantined": 3}
+    (model / "test_normal-api-n2.json").write_text(json.dumps(content | {"unevaluated": 1}), encoding="utf-8")
+    runs = [open_run(run), open_run(model)]
+    ended = "rollouts ended by a fault (environment, engine or deadline) and count as failed."
+    base, other = (f"{who}, test_normal: {n} of 4 {ended}" for who, n in (("base", 2), ("openai/x", 3)))
+    notes = {t.name: t.notes for t in all_tables(runs)}
+    assert {base, other, "openai/x, test_normal: 1 of 4 rollouts left out: the evaluator failed."} <= {
+        *notes["T8_models"]
+    }
+    for name in ("T2_success", "T3_turns", "T4_success_std", "T5_turns_std", "T6_difficulty", "T9_differences"):
+        assert base in notes[name]
+    figures = {f.name: f.note for f in all_figures(runs)}
+    assert base in figures["F2_success_cost"]
+    assert other in figures["F6_frontier"]
+
+
+def test_a_mean_over_a_part_of_the_evaluations_says_so(tmp_path: Path) -> None:
+    """One seed was evaluated once a task, or without prices; it is not in the mean."""
+    one, two = (write_run(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    whole = evaluation((1, 2), cost=0.5)
+    (one / "evaluation_after.json").write_text(json.dumps(whole), encoding="utf-8")
+    part = evaluation((1, 1)) | {"tgc_pass_hat": [0.5], "tgc_pass_at": [0.5], "turns": None}
+    (two / "evaluation_after.json").write_text(json.dumps(part), encoding="utf-8")
+    runs = [open_run(one), open_run(two)]
+    tables = {t.name: t for t in all_tables(runs)}
+    said = "Over a part of the evaluations of dynamic+step"
+    (row,) = [r for r in tables["T2_success"].rows if r[0] == "dynamic+step"]
+    assert row[1:3] == (0.625, 0.5)
+    assert f"{said}: test_normal TGC p2 (1 evaluation without it)." in tables["T2_success"].notes
+    assert f"{said}: test_normal (1 evaluation without it)." in tables["T3_turns"].notes
+    assert f"{said}, test_normal: turns (1 evaluation without it)." in tables["T8_models"].notes
+    assert tables["T8_models"].rows[1][-2:] == (None, None)  # a part of them has a cost
+    figures = {f.name: f for f in all_figures(runs)}
+    assert points(figures["F5_pass_k"], "dynamic+step") == [(1.0, 0.625), (2.0, 0.5)]
+    assert "dynamic+step, test_normal: 1 of 2 evaluations have fewer runs a task" in figures["F5_pass_k"].note
+    assert figures["F2_success_cost"].panels[0].series == ()
+    for path, cost in ((one, 0.1), (two, 0.3)):
+        (path / "evaluation_before.json").write_text(json.dumps(evaluation((0, 0), cost=cost)), encoding="utf-8")
+    (figure,) = [f for f in all_figures([open_run(one), open_run(two)]) if f.name == "F2_success_cost"]
+    assert figure.panels[0].title == "test_normal (no cost: dynamic+step (1 of 2 evaluations))"
+    assert points(figure, "base") == [(0.2, 0.0)]
+
+
+def test_settings_and_splits_stand_in_one_order_everywhere(tmp_path: Path) -> None:
+    kinds = (("mine", "step"), ("dynamic", "step"), ("static", "step"))
+    paths = [write_run(tmp_path / rubric, rubric, credit) for rubric, credit in kinds]
+    (paths[0] / "evaluations").mkdir()
+    for split, checkpoint in (("dev", "base"), ("test_challenge", "step=000002")):
+        content = evaluation((1, 1)) | {"split": split, "checkpoint": checkpoint}
+        (paths[0] / "evaluations" / f"{split}-x-n2.json").write_text(json.dumps(content), encoding="utf-8")
+    runs = [open_run(p) for p in paths]
+    assert list(by_setting(runs)) == ["static+step", "dynamic+step", "mine+step"]
+    assert splits(runs) == ["test_normal", "test_challenge"]
+    assert splits(runs, base=True) == ["test_normal", "test_challenge", "dev"]
+    assert list(COLOURS)[: len(SETTINGS)] == list(SETTINGS)  # that of legends
 
 
 def test_what_judging_costs(tmp_path: Path) -> None:
@@ -170,7 +228,11 @@ def test_the_notes_say_how_a_tau_bench_was_run(run: Path) -> None:
     (table,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
     notes = " ".join(table.notes)
     assert "tau_banking: tau2 1.0.2, retrieval alltools, user simulator openai/u, at most 100 agent turns" in notes
-    assert "dynamic+step, tau_banking: 3 faulted rollouts (failed)." in notes
+    del content["retrieval"], content["user"]  # a results file that does not say
+    (folder / "tau_banking-step=000002-n2.json").write_text(json.dumps(content), encoding="utf-8")
+    (other,) = [t for t in all_tables([open_run(run)]) if t.name == "T2_success"]
+    assert "retrieval not recorded, user simulator not recorded, at most 100 agent turns" in " ".join(other.notes)
+    assert "dynamic+step, tau_banking: 3 of 4 rollouts ended by a fault" in notes
     assert "test_normal: 1 seed, 1 checkpoint in all, n = 2 (dynamic+step)." in notes
 
 
@@ -268,6 +330,19 @@ def test_a_setting_has_one_colour_in_every_figure() -> None:
     assert len(set(many.values())) == 5
 
 
+def test_points_of_a_scatter_are_all_named_and_seen(tmp_path: Path) -> None:
+    """Names beside the points lay on each other; a cheap policy and a dear model left no room between points."""
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the extra `report`")
+    names = ["base", "static+step", "dynamic+step", "openai/a", "other/b", "third/c"]
+    series = tuple(Series(n, (0.01 * (i > 2) + 1e-4,), (0.7,)) for i, n in enumerate(names))
+    for count in (1, len(names)):
+        write_figure(Figure("f", "t", "USD", "TGC", (Panel("p", series[:count], "scatter"),)), tmp_path, png=False)
+        drawn = (tmp_path / "f.svg").read_text(encoding="utf-8")
+        assert all(drawn.count(f">{n}<") == 1 for n in names[:count])
+    assert ">0.001<" in drawn  # a decade: the axis is logarithmic
+    assert len(set(_colours(set(names)).values())) == len(names)
+
+
 def test_the_axis_of_terminations_ends_where_something_is_to_be_seen(run: Path) -> None:
     (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F3_terminations"]
     assert (figure.y_max, figure.note) == (0.5, "The axis ends at 50%: all other rollouts submitted.")
@@ -282,7 +357,7 @@ def test_means_over_seeds_at_points_that_only_one_has() -> None:
 def test_spread() -> None:
     spread = mean_std([1.0, None, 3.0])
     assert spread is not None
-    assert (spread.mean, spread.std, spread.n) == (2.0, pytest.approx(2**0.5), 2)
+    assert (spread.mean, spread.std, spread.missing) == (2.0, pytest.approx(2**0.5), 1)
     assert mean_std([None]) is None
     alone = mean_std([1.0])
     assert alone is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import io
 import json
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ import report
 import rescore
 from report_fixture import score_reply, write_run
 from report_judge import judge_server
+from rich.console import Console
 
 from callbacks.credit.step import StepLevelCredit
 from draco.analysis.audit import read_sheet, write_sheet
@@ -159,6 +161,68 @@ def test_money_stops_a_replay(run: Path, tmp_path: Path) -> None:
     assert (counts["sent"], counts["left"]) == (1, 2)
     with pytest.raises(ConfigError, match="no known price"):
         asyncio.run(replay_calls(calls, OtherJudge({0: (1, 1)}, None), tmp_path / "d.jsonl", max_usd=1.0))  # type: ignore[arg-type]
+    assert len(load_results(tmp_path / "d.jsonl")) == 1  # it was paid for
+
+
+class SlowJudge(OtherJudge):
+    """All calls that are sent are under way before the first is answered; the `dear` ones cost more."""
+
+    def __init__(self, usd: float, dear: dict[int, float]) -> None:
+        super().__init__(dict.fromkeys(range(30), (1, 1)), usd)
+        self.plain, self.dear, self.under_way, self.most = usd, dear, 0, [0]
+
+    async def call(self, request: JudgeRequest[Any]) -> Any:
+        self.under_way += 1
+        self.most.append(self.under_way)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        self.usd = self.dear.get(request.sample, self.plain)
+        self.under_way -= 1
+        return await super().call(request)
+
+
+@pytest.mark.parametrize(
+    ("dear", "cap", "sent"),
+    [
+        ({}, 1.0, 10),
+        ({}, 0.95, 9),
+        ({0: 0.2}, 1.0, 8),  # .2 + 7 · .1, and another may be as dear as the first
+        ({}, 0.05, 1),  # nobody knows before the first
+    ],
+)
+def test_calls_at_once_do_not_pass_the_cap(
+    run: Path, tmp_path: Path, dear: dict[int, float], cap: float, sent: int
+) -> None:
+    first = next(c for c in replayable(run) if c["phase"] == "score")
+    calls = [{**first, "sample": i, "prompt_hash": str(i)} for i in range(20)]
+    other, file = SlowJudge(0.1, dear), tmp_path / "c.jsonl"
+    counts = asyncio.run(replay_calls(calls, other, file, max_usd=cap))  # type: ignore[arg-type]
+    assert (counts["sent"], counts["left"]) == (sent, 20 - sent)
+    assert other.most[1] == 1  # the first is alone
+    assert max(other.most) > 1 or sent == 1
+    # Another process goes on with what is left, and knows the price.
+    again = SlowJudge(0.1, {})
+    counts = asyncio.run(replay_calls(calls, again, file, max_usd=cap + 0.3))  # type: ignore[arg-type]
+    assert counts["kept"] == sent
+    assert sum(r["usd"] for r in load_results(file).values()) <= max(cap + 0.3, 0.1) + 1e-9
+
+
+def test_the_steps_that_another_judge_cites_are_compared() -> None:
+    def row(reference: list[Any], other: list[Any]) -> dict[str, Any]:
+        return {"key": "k", "step": 0, "phase": "attribute", "reference": reference, "other": other}
+
+    rows = [
+        row([["a", 1, [1, 2]], ["b", -1, [3]]], [["a", 1, [2]], ["b", -1, [3, 4]]]),
+        row([["a", 0, []]], [["a", 0, []]]),
+    ]
+    found = summarise_replay(rows, "m", 10)
+    assert (found["all"]["cited_recall"], found["all"]["cited_precision"]) == (2 / 3, 2 / 3)
+    assert (found["all"]["pairs"], found["windows"][0]["calls"]) == (0, 2)
+    printed = Console(file=io.StringIO(), width=200)
+    replay_judge.show(found | {"matcher": None}, printed)
+    assert "cited steps recall" in printed.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.667" in printed.file.getvalue()  # type: ignore[attr-defined]
+    assert "verdicts" not in printed.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_criteria_overlap_pairs_one_to_one() -> None:
@@ -486,6 +550,11 @@ def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys
         (summary,) = out.glob("judge_replay/*/summary.json")
         content = json.loads(summary.read_text(encoding="utf-8"))
         assert (content["all"]["model_recall"], content["matcher"]) == (None, None)
+        capsys.readouterr()
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "phases=attribute"])
+        assert "cited steps" in capsys.readouterr().out
+        content = json.loads(summary.read_text(encoding="utf-8"))
+        assert (content["all"]["cited_recall"], content["all"]["cited_precision"]) == (1.0, 1.0)
         # A model says which criteria are the same: one pair a merge, of two criteria on either side.
         matcher = [a.replace("judge.", "matcher.") for a in judge]
         replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])

@@ -13,8 +13,10 @@ from typing import Any
 import evaluate
 import pytest
 
+from draco.analysis.runs import open_run
 from draco.errors import ConfigError, EnvironmentFault
 from draco.evaluation.tau import TauOptions, parse_results, run_tau2, tau2_command
+from draco.report.tables import all_tables
 
 
 def simulation(task: str, trial: int, reward: float | None, end: str = "user_stop", turns: int = 2) -> dict[str, Any]:
@@ -155,11 +157,49 @@ def test_evaluate_runs_the_executable(tmp_path: Path, tau2: Path, capsys: pytest
     with pytest.raises(ConfigError, match="is there already"):
         evaluate.main(arguments)
     evaluate.main([*arguments, f"results={tmp_path / 'r.json'}"])
-    from draco.analysis.runs import open_run
-
     found = open_run(run).base_evaluation("tau_banking")
     assert found is not None
     assert found.n == 2
+
+
+def test_of_a_results_file_only_what_it_says_is_written(tmp_path: Path) -> None:
+    """The options' defaults stood there: a user simulator and a retrieval that nobody had used."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(
+        "policy: {path: x}\nrubric: {name: dynamic}\ncredit: {name: step}\n", encoding="utf-8"
+    )
+    file = results(tmp_path / "r.json", BANKING)
+    arguments = ["env=tau_banking", f"run={run}", "n=2", "checkpoint=base", f"results={file}"]
+
+    def written(name: str = "tau_banking") -> dict[str, Any]:
+        content = json.loads((run / "evaluations" / f"{name}-base-n2.json").read_text(encoding="utf-8"))
+        known = {k: content[k] for k in ("domain", "retrieval", "user", "max_turns") if k in content}
+        return {**known, "version": content["tau2"]["version"]}
+
+    evaluate.main(arguments)
+    assert written() == {"domain": "banking_knowledge", "version": None}
+    (table,) = [t for t in all_tables([open_run(run)]) if t.name == "T8_models"]
+    assert table.rows[0][:2] == ("base", "tau_banking")
+    evaluate.main([*arguments, "retrieval=bm25"])
+    assert written() == {"domain": "banking_knowledge", "retrieval": "bm25", "version": None}
+
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["info"] |= {
+        "environment_info": {"domain_name": "airline"}, "max_steps": 60,
+        "user_info": {"llm": "openai/u", "llm_args": {"api_key": "secret"}},
+    }  # fmt: skip
+    file.write_text(json.dumps(content), encoding="utf-8")
+    evaluate.main(arguments)
+    assert written("tau_airline") == {
+        "domain": "airline", "retrieval": None, "user": "openai/u", "max_turns": 30, "version": None,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"was made with user=openai/u, not openai/v; leave user= out"):
+        evaluate.main([*arguments, "user=openai/v"])
+    content["info"]["environment_info"]["domain_name"] = "x/../../../out"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"domain_name' is 'x/.*expected a name"):
+        evaluate.main(arguments)
 
 
 def test_a_failing_executable_is_quoted(tmp_path: Path, tau2: Path) -> None:

@@ -33,7 +33,7 @@ class Calibration:
     unrated: int
 
 
-def write_sheet(run: Path, count: int, seed: int = 0) -> Path:
+def write_sheet(run: Path, count: int) -> Path:
     """audit.csv: `count` verdicts drawn evenly from all, without their score, justification or citations.
 
     Raises:
@@ -49,7 +49,7 @@ def write_sheet(run: Path, count: int, seed: int = 0) -> Path:
         keys += [(step, r["group"], r["criterion"], r["sample"]) for r in rows]
     if not keys:
         raise ConfigError(f"{run}: no verdict is archived, so there is nothing to rate")
-    chosen = random.Random(seed).sample(sorted(keys), min(count, len(keys)))
+    chosen = random.Random(0).sample(sorted(keys), min(count, len(keys)))
     temporary = file.with_name(file.name + ".tmp")
     with open(temporary, "w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream)

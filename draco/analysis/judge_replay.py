@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,50 @@ def load_results(file: Path) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in jsonl.read(file) if row["outcome"] == "ok"}
 
 
+@dataclass(slots=True)
+class _Purse:
+    """What may still be spent. A call's cost is set aside before it is sent, or 64 at once would pass the cap.
+
+    A call is supposed to cost as much a token (of those that it took when it was archived) as the dearest so far. The
+    first is sent alone, so that there is one.
+    """
+
+    cap: float | None
+    spent: float = 0.0
+    aside: float = 0.0  #: USD of calls under way
+    under_way: int = 0
+    rate: float | None = None  #: USD a token; None: no call was answered yet
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def learn(self, call: Mapping[str, Any], usd: float) -> None:
+        """What a call cost."""
+        self.spent += usd
+        self.rate = max(self.rate or 0.0, usd / _tokens(call))
+
+    async def take(self, call: Mapping[str, Any]) -> float | None:
+        """USD set aside for a call, once it is known whether they are there; None: they are not."""
+        async with self.changed:
+            while True:
+                guess = _tokens(call) * (self.rate or 0.0)
+                fits = self.cap is None or self.spent + self.aside + guess <= self.cap * (1 + 1e-9) > self.spent
+                if fits and (self.cap is None or self.rate is not None or not self.under_way):
+                    self.aside, self.under_way = self.aside + guess, self.under_way + 1
+                    return guess
+                if not self.under_way:
+                    return None
+                await self.changed.wait()
+
+    async def give_back(self, guess: float) -> None:
+        """The call is over."""
+        async with self.changed:
+            self.aside, self.under_way = self.aside - guess, self.under_way - 1
+            self.changed.notify_all()
+
+
+def _tokens(call: Mapping[str, Any]) -> int:
+    return max(int(call["tokens_in"]) + int(call["tokens_out"]), 1)
+
+
 async def replay_calls(
     calls: Sequence[Mapping[str, Any]], client: JudgeClient, file: Path, *, max_usd: float | None = None
 ) -> dict[str, int]:
@@ -87,7 +132,7 @@ async def replay_calls(
         calls: of `replayable`.
         client: the other judge.
         file: JSON lines.
-        max_usd: no further call is sent once so much was spent, that of earlier attempts included.
+        max_usd: no call is sent that would probably pass it, what earlier attempts cost included.
 
     Returns:
         counts: sent, failed, kept, left (for want of money).
@@ -98,14 +143,20 @@ async def replay_calls(
     """
     done = load_results(file)
     counts = {"sent": 0, "failed": 0, "kept": 0, "left": 0}
-    spent = sum(r["usd"] or 0.0 for r in jsonl.read(file))
+    purse = _Purse(max_usd)
+    by_key = {_key(c): c for c in calls}
+    for past in jsonl.read(file):
+        if past["key"] in by_key and past["outcome"] == "ok":
+            purse.learn(by_key[past["key"]], past["usd"] or 0.0)
+        else:
+            purse.spent += past["usd"] or 0.0
     jsonl.mend(file)
     gate = asyncio.Semaphore(64)
 
     async def one(call: Mapping[str, Any]) -> None:
-        nonlocal spent
         async with gate:
-            if max_usd is not None and spent >= max_usd:
+            guess = await purse.take(call)
+            if guess is None:
                 counts["left"] += 1
                 return
             records: list[CallRecord] = []
@@ -130,11 +181,15 @@ async def replay_calls(
                 counts["failed"] += 1
             costs = [r.cost_usd for r in records]
             row["usd"] = None if None in costs else sum(c for c in costs if c is not None)
-            if max_usd is not None and row["usd"] is None:
-                raise ConfigError("max_usd is set, but this judge has no known price; set it without max_usd")
-            spent += row["usd"] or 0.0
+            jsonl.append(file, row)  # whatever happens next, it is paid for
             counts["sent"] += 1
-            jsonl.append(file, row)
+            if max_usd is not None and row["usd"] is None:
+                raise ConfigError("max_usd is set, but this judge has no known price; set judge.prices, or no max_usd")
+            if row["outcome"] == "ok":
+                purse.learn(call, row["usd"] or 0.0)
+            else:
+                purse.spent += row["usd"] or 0.0
+            await purse.give_back(guess)
 
     wanted = [c for c in calls if _key(c) not in done]
     counts["kept"] = len(calls) - len(wanted)
@@ -171,7 +226,7 @@ def criteria_overlap(reference: Sequence[Sequence[str]], other: Sequence[Sequenc
 def summarise_replay(
     results: Iterable[Mapping[str, Any]], judge: str, window: int, matches: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Agreement of the score calls and overlap of the criteria, over all and by window of training steps.
+    """Agreement of the score calls, overlap of the criteria and of the cited steps, over all and by window of steps.
 
     Args:
         results: of `load_results`.
@@ -199,8 +254,13 @@ def _numbers(rows: Sequence[Mapping[str, Any]], matches: Mapping[str, int]) -> d
     ]
     by_text = [criteria_overlap(r["reference"], r["other"]) for r in written(rows)]
     by_model = [(matches[r["key"]], len(r["reference"]), len(r["other"])) for r in written(rows) if r["key"] in matches]
+    cited = [
+        (len({*a[2]} & {*b[2]}), len({*a[2]}), len({*b[2]}))
+        for r in rows if r["phase"] == "attribute" for a, b in zip(r["reference"], r["other"], strict=True)
+    ]  # fmt: skip
     recall, precision = _rates(by_text)
     model_recall, model_precision = _rates(by_model)
+    cited_recall, cited_precision = _rates(cited)
     return {
         "calls": len(rows),
         **agreement(pairs).as_dict(),
@@ -208,6 +268,8 @@ def _numbers(rows: Sequence[Mapping[str, Any]], matches: Mapping[str, int]) -> d
         "precision": precision,
         "model_recall": model_recall,
         "model_precision": model_precision,
+        "cited_recall": cited_recall,
+        "cited_precision": cited_precision,
     }
 
 

@@ -30,7 +30,6 @@ class Evaluation:
     n: int
     during_training: bool  #: a point of a curve, no checkpoint of its own
     content: Mapping[str, Any]  #: of the file: see draco.evaluation.metrics.summarise
-    file: Path
 
     def figure(self, name: str) -> float | None:
         """A number of the summary, or None: the file lacks it or says null."""
@@ -113,15 +112,15 @@ class Run:
         stage = rubric.get("stage", {})
         return f"k={stage.get('k')}, {'thinking' if stage.get('thinking') else 'no thinking'}"
 
-    def final_evaluations(self, split: str, last: int = 3) -> list[Evaluation]:
-        """The checkpoints that a table averages: the last `last` that were evaluated on most tasks, with the largest n.
+    def final_evaluations(self, split: str) -> list[Evaluation]:
+        """The checkpoints that a table averages: the last three that were evaluated on most tasks, with the largest n.
 
         Evaluations during training are points of a curve and not among them.
         """
         found = [e for e in self.evaluations if e.split == split and e.checkpoint != "base" and not e.during_training]
         most = max((e.size for e in found), default=(0, 0))
         kept: dict[str, Evaluation] = {e.checkpoint: e for e in found if e.size == most}
-        return sorted(kept.values(), key=lambda e: e.step if e.step is not None else -1)[-last:]
+        return sorted(kept.values(), key=lambda e: e.step if e.step is not None else -1)[-3:]
 
     def base_evaluation(self, split: str) -> Evaluation | None:
         """The untrained policy, evaluated on most tasks, with the largest n."""
@@ -181,7 +180,7 @@ def _evaluations(path: Path, steps: int) -> tuple[Evaluation, ...]:
 
 def _evaluation(checkpoint: str, step: int | None, during: bool, file: Path) -> Evaluation:
     content = _json(file)
-    return Evaluation(str(content.get("split", "")), checkpoint, step, int(content.get("n", 1)), during, content, file)
+    return Evaluation(str(content.get("split", "")), checkpoint, step, int(content.get("n", 1)), during, content)
 
 
 def _train_success(file: Path) -> dict[int, tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,8 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """Judge calls of one phase, every attempt."""
+    """What the judge calls of one phase took, every attempt."""
 
-    calls: int
     tokens: int  #: read and written
     usd: float | None  #: None: a call had no known price
 
@@ -50,20 +48,18 @@ class StepNumbers:
     rollouts: int
     terminations: Mapping[str, int]
     members: int  #: judged rollouts: those with credit
-    rewards: tuple[float, ...]  #: of the members
     inert: int | None  #: members whose surviving pass/fail verdicts are unanimous or none; None without criteria
     reasons: Mapping[str, int]  #: credit reasons of the members
     verdicts: Verdicts  #: of the whole rubric, before dropout
     by_title: Mapping[str, Verdicts]
     citations: Mapping[int, int]  #: number of surviving pass/fail verdicts that cite a step → number of steps
-    quality_spread: tuple[float, ...]  #: population std of Q_j over the steps, one a member that has qualities
     calls: Mapping[str, PhaseCost]  #: by phase
 
 
 def step_numbers(run: Path, step: int) -> StepNumbers:
     """Count one step."""
     ends = Counter(r["termination"] for r in _rows(run, step, "trajectories", ["termination"]))
-    credits = _rows(run, step, "credits", ["group", "sample", "reward", "reason", "qualities", "step_tokens"])
+    credits = _rows(run, step, "credits", ["group", "sample", "reason", "step_tokens"])
     dropped = {
         (r["group"], r["criterion"]): (r["dropped"], r["title"])
         for r in _rows(run, step, "criteria", ["group", "criterion", "dropped", "title"])
@@ -88,13 +84,11 @@ def step_numbers(run: Path, step: int) -> StepNumbers:
         rollouts=sum(ends.values()),
         terminations=dict(ends),
         members=len(credits),
-        rewards=tuple(r["reward"] for r in credits),
         inert=sum(len(s) < 2 for s in kept_scores.values()) if dropped else None,
         reasons=dict(Counter(r["reason"] for r in credits)),
         verdicts=total(by_title.values()),
         by_title=dict(by_title),
         citations=dict(citations),
-        quality_spread=tuple(statistics.pstdev(r["qualities"]) for r in credits if r["qualities"]),
         calls=_calls(run, step),
     )
 
@@ -131,7 +125,7 @@ def _rows(run: Path, step: int, table: str, columns: list[str]) -> list[dict[str
 def _calls(run: Path, step: int) -> dict[str, PhaseCost]:
     costs: dict[str, PhaseCost] = {}
     for r in _rows(run, step, "judge_calls", ["phase", "cost_usd", "tokens_in", "tokens_out"]):
-        old = costs.get(r["phase"], PhaseCost(0, 0, 0.0))
+        old = costs.get(r["phase"], PhaseCost(0, 0.0))
         usd = None if old.usd is None or r["cost_usd"] is None else old.usd + r["cost_usd"]
-        costs[r["phase"]] = PhaseCost(old.calls + 1, old.tokens + r["tokens_in"] + r["tokens_out"], usd)
+        costs[r["phase"]] = PhaseCost(old.tokens + r["tokens_in"] + r["tokens_out"], usd)
     return costs

@@ -30,6 +30,7 @@ __all__ = ["ApiAgent"]
 
 _FOR_ALL = (401, 402, 403)  # key, credit, permission: every other request would be refused, too
 _MAY_PASS = (408, 409, 425, 429)  # of the 4xx
+_TIMEOUT_S = 300.0  # of one call
 
 
 class _Passing(EngineError):
@@ -70,7 +71,7 @@ class ApiAgent:
             on its way; an action that is, is waited for. `max_prompt_tokens` filters nothing: nobody can count before.
         temperature: None sends none, for models that refuse it.
         concurrency: episodes at a time.
-        timeout_s, max_retries: of one call.
+        max_retries: of one call.
         api_base: address of an OpenAI-compatible server.
         backoff_s: first pause before a retry.
     """
@@ -82,13 +83,12 @@ class ApiAgent:
         *,
         temperature: float | None = 1.0,
         concurrency: int = 16,
-        timeout_s: float = 300.0,
         max_retries: int = 4,
         api_base: str | None = None,
         backoff_s: float = 1.0,
     ) -> None:
         self.model, self.limits, self.temperature = model, limits, temperature
-        self.concurrency, self.timeout_s, self.max_retries = concurrency, timeout_s, max_retries
+        self.concurrency, self.max_retries = concurrency, max_retries
         self.usage: dict[tuple[str, int], Usage] = {}
         self._more = {k: v for k, v in (("temperature", temperature), ("api_base", api_base)) if v is not None}
         if limits.max_turn_tokens:
@@ -206,6 +206,7 @@ class ApiAgent:
         )  # fmt: skip
 
     async def _turns(self, episode: Episode, talk: _Talk) -> Termination:
+        """Play to the end. What is a turn, a step and an end is as in `draco.agent.Rollout`: tables show both."""
         completed = failed = reminded = False
         for turn in range(1, self.limits.max_turns + 1):
             try:
@@ -214,33 +215,36 @@ class ApiAgent:
                 return Termination.LENGTH_LIMIT
             except TimeoutError:
                 return Termination.DEADLINE
-            actions = episode.format.parse(text)
-            observation, done = "", False
-            if actions:
-                reminded = False
-                reply: Reply = await _on(episode, "act", episode.step, [a.body for a in actions])
-                observation, done = "\n".join(reply.observations), reply.done
-                completed, failed = reply.completed, reply.failed
             start = talk.steps[-1].span[1] if talk.steps else 0
             talk.messages.append(Message("assistant", text))
-            talk.steps.append(Step(turn, (start, talk.output), text, observation, turn))
+            observation, end = "", None
+            try:
+                # The provider's count of the last request, and of what was added to it since.
+                if talk.prompt - talk.first_prompt + talk.output - start >= self.limits.max_response_tokens:
+                    end = Termination.LENGTH_LIMIT  # the budget is used up: nothing is run
+                elif actions := episode.format.parse(text):
+                    reminded = False
+                    reply: Reply = await _on(episode, "act", episode.step, [a.body for a in actions])
+                    observation = "\n".join(reply.observations)
+                    completed, failed = reply.completed, reply.failed
+                    end = _closing(completed, failed) if reply.done else None
+                else:
+                    episode.idle()
+                    malformed = not text.strip() or episode.format.attempted(text)
+                    if completed and not malformed:
+                        end = _closing(completed, failed)
+                    elif reminded:
+                        end = Termination.NO_ACTION if malformed else Termination.GAVE_UP
+                    else:
+                        reminded, observation = True, episode.format.reminder
+            finally:  # a turn whose action the environment fails on was taken, too
+                talk.steps.append(Step(turn, (start, talk.output), text, observation, turn))
+            if observation or end is None:  # the model's turn comes after a user's, be it empty
+                talk.messages.append(Message("user", observation))
             if time.monotonic() > talk.deadline:
                 return Termination.DEADLINE
-            closing = Termination.SUBMITTED if completed and not failed else Termination.GAVE_UP
-            if done:
-                return closing
-            if not actions:
-                episode.idle()
-                malformed = not text.strip() or episode.format.attempted(text)
-                if completed and not malformed:
-                    return closing
-                if reminded:
-                    return Termination.NO_ACTION if malformed else Termination.GAVE_UP
-                reminded, observation = True, episode.format.reminder
-            talk.messages.append(Message("user", observation))
-            # The provider's count of the last request, and of what was added to it since.
-            if talk.prompt - talk.first_prompt + talk.steps[-1].span[1] - start >= self.limits.max_response_tokens:
-                return Termination.LENGTH_LIMIT
+            if end is not None:
+                return end
         return Termination.TURN_LIMIT
 
     async def _ask(self, talk: _Talk, episode: Episode) -> str:
@@ -295,9 +299,9 @@ class ApiAgent:
         """
         messages = [{"role": m.role, "content": m.content} for m in talk.messages]
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(_TIMEOUT_S):
                 return await self._litellm.acompletion(
-                    model=self.model, messages=messages, timeout=self.timeout_s, max_retries=0, **self._more
+                    model=self.model, messages=messages, timeout=_TIMEOUT_S, max_retries=0, **self._more
                 )
         except Exception as error:
             if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
@@ -311,6 +315,10 @@ class ApiAgent:
                 said = " ".join(self._redact.error(str(error)).split())[:300]
                 raise ServerRefused(f"refused: {what}: {said}") from None
             raise _Passing(what, retry_after(error)) from None
+
+
+def _closing(completed: bool, failed: bool) -> Termination:
+    return Termination.SUBMITTED if completed and not failed else Termination.GAVE_UP
 
 
 async def _on(episode: Episode, name: str, otherwise: Any, *arguments: Any) -> Any:

@@ -22,12 +22,7 @@ from draco.run import Parts, build, instantiate
 from draco.runchecks import select_tasks
 from draco.stages import RolloutStage, find_stage
 
-__all__ = ["evaluate_checkpoint", "evaluate_checkpoints"]
-
-
-def evaluate_checkpoint(config: DictConfig, run: Path, which: str) -> dict[str, Any]:
-    """Metrics and records of one checkpoint on `config.eval`; see `evaluate_checkpoints`."""
-    return next(evaluate_checkpoints(config, run, which, [config.eval.split]))
+__all__ = ["evaluate_checkpoints"]
 
 
 def evaluate_checkpoints(

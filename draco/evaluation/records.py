@@ -48,7 +48,7 @@ class EvalRecord:
     faults: tuple[str, ...] = ()
     causal_steps: tuple[int, ...] = ()
     error: str = ""
-    interactions: int = 0  #: turns whose actions the environment ran
+    interactions: int = 0  #: turns whose actions the environment ran and answered
     input_tokens: int = 0
     cached_tokens: int = 0
     cost_usd: float | None = None
@@ -106,7 +106,6 @@ def record_of(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage)
     task = trajectory.task
     outcome = evaluate_end_state(evaluator, task, trajectory.end_state, trajectory.termination)
     fault = f": {trajectory.error}" if trajectory.termination.quarantined and trajectory.error else ""
-    answers = [m.content for m in trajectory.messages if m.role == "user"][1:]  # the first asks the task
     return EvalRecord(
         task_id=task.id,
         scenario_id=task.scenario_id,
@@ -119,7 +118,7 @@ def record_of(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage)
         faults=outcome.faults,
         causal_steps=outcome.causal_steps,
         error=outcome.error + fault,
-        interactions=sum(answer not in _REMINDERS for answer in answers),
+        interactions=len({s.turn for s in trajectory.steps if s.observation and s.observation not in _REMINDERS}),
         input_tokens=usage.input_tokens,
         cached_tokens=usage.cached_tokens,
         cost_usd=usage.cost_usd,

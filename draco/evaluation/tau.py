@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -16,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,21 @@ from draco.evaluation.metrics import summarise
 from draco.evaluation.records import EvalRecord, Prices
 from draco.types import Termination
 
-__all__ = ["BANKING", "ENDS", "TauOptions", "parse_results", "run_tau2", "served", "tau2_command", "tau2_version"]
+__all__ = [
+    "BANKING",
+    "ENDS",
+    "TauOptions",
+    "parse_results",
+    "recorded_settings",
+    "run_tau2",
+    "served",
+    "tau2_command",
+    "tau2_version",
+]
 
 BANKING = "banking_knowledge"  #: the domain of τ-bench Banking
+_CONCURRENCY = 8  #: conversations at a time
+_LOAD_S = 900.0  #: within which a served model must answer
 
 #: tau2's `termination_reason` → ours. What its user simulator or its machinery did wrong is no doing of the agent
 ENDS = {
@@ -49,7 +62,6 @@ class TauOptions:
     n: int = 3
     max_turns: int = 100  #: agent turns; tau2 counts every message, of which a turn has two: its own and the answer
     tasks: int | None = None  #: the first so many; None = all
-    concurrency: int = 8
 
 
 def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) -> list[str]:
@@ -59,7 +71,7 @@ def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) 
         "--agent-llm-args", json.dumps({"api_base": api_base, "temperature": 1.0}), "--user-llm", options.user,
         "--user-llm-args", json.dumps({"api_base": options.user_api_base} if options.user_api_base else {}),
         "--num-trials", str(options.n), "--max-steps", str(2 * options.max_turns),
-        "--max-concurrency", str(options.concurrency), "--save-to", str(save_to),
+        "--max-concurrency", str(_CONCURRENCY), "--save-to", str(save_to),
     ]  # fmt: skip
     command += ["--retrieval-config", options.retrieval] if options.retrieval else []
     return command + (["--num-tasks", str(options.tasks)] if options.tasks else [])
@@ -131,15 +143,9 @@ def parse_results(
     Raises:
         ConfigError: not such a file; the message names the entry and the field.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is no results file of tau2: {error}") from None
-    simulations = content.get("simulations") if isinstance(content, dict) else None
-    if not isinstance(simulations, list):
-        raise ConfigError(f"{file}: expected a list under 'simulations'; is it a results file of tau2?")
-    info = content.get("info") or {}
-    if isinstance(info, Mapping) and info.get("num_trials", n) != n:
+    content, info = _read(file)
+    simulations = content["simulations"]
+    if info.get("num_trials", n) != n:
         raise ConfigError(f"{file} was run with {info['num_trials']} trials a task; pass n={info['num_trials']}")
     tasks = [str(t["id"]) for t in content.get("tasks") or () if isinstance(t, Mapping) and "id" in t]
     runs: dict[str, list[EvalRecord]] = {t: [] for t in tasks}
@@ -171,6 +177,39 @@ def parse_results(
         "tau2": {k: info[k] for k in ("version", "num_trials", "max_steps", "seed") if k in info},
         "records": [r.as_dict() for r in records],
     }
+
+
+def recorded_settings(file: Path) -> dict[str, Any]:
+    """How a results file says that it was made: of domain, retrieval, user and max_turns those that it states.
+
+    Raises:
+        ConfigError: not such a file.
+    """
+    _, info = _read(file)
+    environment, user = info.get("environment_info"), info.get("user_info")
+    steps = info.get("max_steps")
+    stated = {
+        "domain": environment.get("domain_name") if isinstance(environment, Mapping) else None,
+        "retrieval": info.get("retrieval_config"),
+        "user": user.get("llm") if isinstance(user, Mapping) else None,
+        "max_turns": steps // 2 if isinstance(steps, int) else None,
+    }
+    known = {k: v for k, v in stated.items() if isinstance(v, str | int)}
+    if not re.fullmatch(r"[\w-]+", str(known.get("domain", BANKING))):  # files are named after it
+        raise ConfigError(f"{file}: field 'info.environment_info.domain_name' is {known['domain']!r}, expected a name")
+    return known
+
+
+def _read(file: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """A results file and its `info`."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is no results file of tau2: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("simulations"), list):
+        raise ConfigError(f"{file}: expected a list under 'simulations'; is it a results file of tau2?")
+    info = content.get("info")
+    return content, info if isinstance(info, Mapping) else {}
 
 
 def _record(simulation: Any, where: str, usage: Mapping[str, list[int]]) -> EvalRecord:
@@ -211,8 +250,6 @@ def _record(simulation: Any, where: str, usage: Mapping[str, list[int]]) -> Eval
 
 def _numbered(found: Sequence[EvalRecord]) -> list[EvalRecord]:
     """Trials 0, 1, … whatever tau2 called them, so that no two of a task coincide."""
-    from dataclasses import replace
-
     return [replace(r, sample=i) for i, r in enumerate(sorted(found, key=lambda r: r.sample))]
 
 
@@ -230,9 +267,8 @@ def _cost(tokens: Sequence[int], prices: Prices | None) -> float | None:
 
 @contextmanager
 def served(
-    python: str, model: str, adapter: Path | None, *, tool_parser: str, port: int = 8010, timeout_s: float = 900.0,
-    arguments: Sequence[str] = (), log: Path | None = None,
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+    python: str, model: str, adapter: Path | None, *, tool_parser: str, port: int, log: Path
+) -> Iterator[tuple[str, str]]:
     """Serve a checkpoint with vLLM on the loopback interface; gives (model name, api_base).
 
     Args:
@@ -241,8 +277,6 @@ def served(
         adapter: folder of the LoRA adapter in PEFT format; None serves the base model.
         tool_parser: vLLM's name of the model family's tool-call parser, such as hermes.
         port: to listen on.
-        timeout_s: for loading the model.
-        arguments: further arguments of the server.
         log: file for what it prints.
 
     Raises:
@@ -252,16 +286,15 @@ def served(
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "base",
         "--host", "127.0.0.1", "--port", str(port), "--enable-auto-tool-choice", "--tool-call-parser", tool_parser,
-        *arguments,
     ]  # fmt: skip
     command += [] if adapter is None else ["--enable-lora", "--lora-modules", f"policy={adapter}"]
-    with open(log or os.devnull, "w", encoding="utf-8") as output:
+    with open(log, "w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + timeout_s
+            deadline = time.monotonic() + _LOAD_S
             while not _healthy(f"http://127.0.0.1:{port}/health"):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise EnvironmentFault(f"vLLM did not start (status {process.poll()}); see {log or 'its output'}")
+                    raise EnvironmentFault(f"vLLM did not start (status {process.poll()}); see {log}")
                 time.sleep(1.0)
             yield name, f"http://127.0.0.1:{port}/v1"
         finally:

@@ -8,15 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from draco.analysis.runs import Run
+from draco.analysis.runs import Evaluation, Run
 from draco.analysis.series import StepNumbers, Verdicts, archive_numbers, total, windows
 from draco.evaluation.statistics import mean_std
 from draco.report.figures import Figure, Panel, Series
+from draco.report.rows import bases, by_setting, fault_notes, finals, splits
 from draco.types import Termination
 
 __all__ = ["all_figures", "over_seeds"]
 
-_ORDER = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform"]
+_Cost = Callable[[Evaluation], float | None]
 _PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
 _PANELS = 12  #: criteria shown in F10
 _USUAL = "submitted"  #: how a rollout should end
@@ -37,11 +38,11 @@ def all_figures(
     """
     trained = [r for r in runs if r.trained]
     numbers = {r.path: archive_numbers(r.path) for r in trained} if numbers is None else numbers
-    cells = {s: [r for r in trained if r.setting == s] for s in sorted({r.setting for r in trained}, key=_rank)}
+    cells = by_setting(trained)
     seeds = max((len(c) for c in cells.values()), default=0)
-    note = "Line: mean over seeds; band: lowest to highest seed." if seeds > 1 else ""
+    note = "Line: mean over the seeds that have the step; band: lowest to highest of them." if seeds > 1 else ""
     return [
-        _cost_success(runs, cells, prices),
+        _cost_success(cells, prices),
         _terminations(cells, numbers),
         _pass_rate(cells, numbers, note),
         _pass_k(cells),
@@ -50,13 +51,9 @@ def all_figures(
         _judge_cost(cells, numbers),
         _judge_replay(trained),
         *_criteria(cells, numbers, window),
-        _inert(cells, numbers, window),
+        _inert(cells, numbers, window, note),
         _citations(cells, numbers),
     ]
-
-
-def _rank(setting: str) -> tuple[int, str]:
-    return (_ORDER.index(setting) if setting in _ORDER else len(_ORDER), setting)
 
 
 def over_seeds(label: str, curves: Sequence[Mapping[float, float]], **style: object) -> Series:
@@ -75,31 +72,33 @@ def _curve(steps: Sequence[StepNumbers], value: Callable[[StepNumbers], float | 
     return {float(s.step + 1): v for s in steps if (v := value(s)) is not None}
 
 
-def _splits(runs: Sequence[Run]) -> list[str]:
-    return sorted({e.split for r in runs for e in r.evaluations if not e.during_training}, reverse=True)
+def _scatter(split: str, rows: Mapping[str, Sequence[Evaluation]], cost: _Cost) -> Panel:
+    """TGC against cost. A point is a mean over all evaluations of its name; whoever lacks one is named, not drawn."""
+    series = []
+    lacking: dict[str, list[str]] = {"cost": [], "TGC": []}
+    for name, found in rows.items():
+        spreads = {"cost": mean_std(map(cost, found)), "TGC": mean_std(e.figure("tgc") for e in found)}
+        missing = {what: len(found) if s is None else s.missing for what, s in spreads.items()}
+        for what in (w for w, m in missing.items() if m):
+            part = f" ({missing[what]} of {len(found)} evaluations)" if missing[what] < len(found) else ""
+            lacking[what].append(name + part)
+        x, y = spreads.values()
+        if x and y and not any(missing.values()):
+            series.append(Series(name, (x.mean,), (y.mean,)))
+    without = "; ".join(f"no {what}: {', '.join(names)}" for what, names in lacking.items() if names)
+    gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN here or to scripts/evaluate.py"
+    return Panel(split + (f" ({without})" if series and without else ""), tuple(series), "scatter", gap=gap)
 
 
-def _cost_success(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
-    panels = []
+def _cost_success(cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
+    panels, said = [], list[str]()
     trained = [r for c in cells.values() for r in c]
-    for split in _splits(trained):
-        series, missing = [], []
-        groups = {"base": [e for r in trained if (e := r.base_evaluation(split))]}
-        groups |= {s: [e for r in cell for e in r.final_evaluations(split)] for s, cell in cells.items()}
-        for name, evaluations in groups.items():
-            cost, success = (
-                mean_std(e.cost_usd(prices) for e in evaluations),
-                mean_std(e.figure("tgc") for e in evaluations),
-            )
-            if evaluations and (cost is None or success is None):
-                missing.append(name)
-            elif cost and success:
-                series.append(Series(name, (cost.mean,), (success.mean,)))
-        gap = "" if series else "no evaluation has a cost; give prices=READ,WRITTEN here or to scripts/evaluate.py"
-        title = split + (f" (no cost: {', '.join(missing)})" if series and missing else "")
-        panels.append(Panel(title, tuple(series), "scatter", gap=gap))
+    for split in splits(trained):
+        rows = {"base": bases(trained, split)} | {s: finals(cell, split) for s, cell in cells.items()}
+        panels.append(_scatter(split, rows, lambda e: e.cost_usd(prices)))
+        said += fault_notes(split, rows)
     return Figure("F2_success_cost", "F2 · Success against the cost of evaluation", "USD for one run of every task",
-                  "TGC", tuple(panels) or (_nothing("no evaluation"),))  # fmt: skip
+                  "TGC", tuple(panels) or (_nothing("no evaluation"),), note=" ".join(said))  # fmt: skip
 
 
 def _terminations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:
@@ -159,11 +158,10 @@ def _smoothing(series: Sequence[Series]) -> tuple[int, str]:
 
 
 def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
-    panels = []
+    panels, said = [], list[str]()
     trained = [r for c in cells.values() for r in c]
-    for split in _splits(trained):
-        groups = {"base": [e for r in trained if (e := r.base_evaluation(split))]}
-        groups |= {s: [e for r in cell for e in r.final_evaluations(split)] for s, cell in cells.items()}
+    for split in splits(trained):
+        groups = {"base": bases(trained, split)} | {s: finals(cell, split) for s, cell in cells.items()}
         for key, label in (
             ("tgc_pass_hat", "pass^k: all k runs succeed"),
             ("tgc_pass_at", "pass@k: at least one does"),
@@ -173,9 +171,16 @@ def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
                 curves = [{float(k): v for k, v in enumerate(e.content[key], 1) if v is not None} for e in found]
                 if any(len(c) > 1 for c in curves):
                     series.append(over_seeds(setting, [c for c in curves if c]))
+                    fewer = sum(len(c) < max(map(len, curves)) for c in curves)
+                    if fewer and key == "tgc_pass_hat":
+                        said.append(f"{setting}, {split}: {fewer} of {len(curves)} evaluations have fewer runs a task "
+                                    "and are not in the points at larger k.")  # fmt: skip
             gap = "" if series else "every evaluation is of one run a task (n = 1); evaluate with n=3"
             panels.append(Panel(f"{split}, {label}", tuple(series), gap=gap))
-    return Figure("F5_pass_k", "F5 · pass^k against pass@k", "k", "TGC", tuple(panels) or (_nothing("no evaluation"),))
+    if any(s.low for p in panels for s in p.series):
+        said.insert(0, "Line: mean over seeds and checkpoints; band: lowest to highest.")
+    return Figure("F5_pass_k", "F5 · pass^k against pass@k", "k", "TGC",
+                  tuple(panels) or (_nothing("no evaluation"),), note=" ".join(said))  # fmt: skip
 
 
 def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
@@ -184,19 +189,17 @@ def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Seque
     if not models:
         gap = "no frontier model was evaluated (scripts/evaluate.py policy=litellm model=… out=FOLDER)"
         return Figure("F6_frontier", title, "USD a task", "TGC", (_nothing(gap),))
-    panels = []
-    for split in _splits(models):
-        series = []
-        for name, cell in [*((r.setting, [r]) for r in models), *cells.items()]:
-            found = [e for r in cell for e in r.final_evaluations(split)]
-            cost = mean_std(
-                c / e.content["tasks"] for e in found if (c := e.cost_usd(prices)) is not None and e.content["tasks"]
-            )
-            success = mean_std(e.figure("tgc") for e in found)
-            if cost and success:
-                series.append(Series(name, (cost.mean,), (success.mean,)))
-        panels.append(Panel(split, tuple(series), "scatter", gap="" if series else "no evaluation has a cost"))
-    return Figure("F6_frontier", title, "USD a task", "TGC", tuple(panels))
+    panels, said = [], list[str]()
+
+    def a_task(e: Evaluation) -> float | None:
+        usd, tasks = e.cost_usd(prices), e.content["tasks"]
+        return usd / tasks if usd is not None and tasks else None
+
+    for split in splits(models):
+        rows = {s: finals(cell, split) for s, cell in {**by_setting(models), **cells}.items()}
+        panels.append(_scatter(split, rows, a_task))
+        said += fault_notes(split, rows)
+    return Figure("F6_frontier", title, "USD a task", "TGC", tuple(panels), note=" ".join(said))
 
 
 def _train_success(cells: Mapping[str, list[Run]], note: str) -> Figure:
@@ -221,7 +224,7 @@ def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[Step
     phases = [*(p for p in _PHASES if p in seen), *sorted(seen - {*_PHASES})]
     usd: dict[str, list[float | None]] = {p: [] for p in phases}
     tokens: dict[str, list[float]] = {p: [] for p in phases}
-    points = []
+    points, unsolved = [], list[str]()
     for setting, cell in judged.items():
         for phase in phases:
             parts = [n.calls[phase] for r in cell for n in numbers[r.path] if phase in n.calls]
@@ -229,8 +232,10 @@ def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[Step
             usd[phase].append(None if None in costs else sum(c for c in costs if c is not None) / len(cell))
             tokens[phase].append(sum(p.tokens for p in parts) / len(cell) / 1e6)
         bill = [usd[p][-1] for p in phases]
-        success = mean_std(e.figure("tgc") for r in cell for sp in _splits(cell)[:1] for e in r.final_evaluations(sp))
-        if None not in bill and success:
+        success = mean_std(e.figure("tgc") for split in splits(cell)[:1] for e in finals(cell, split))
+        if success is None or success.missing:
+            unsolved.append(setting)
+        elif None not in bill:
             points.append(Series(setting, (sum(b for b in bill if b is not None),), (success.mean,)))
     unknown = any(v is None for column in usd.values() for v in column)
     free = not unknown and not any(v for column in usd.values() for v in column)
@@ -243,7 +248,9 @@ def _judge_cost(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[Step
         Panel("million tokens a run", amounts, "pile", ticks),
         Panel("TGC (y) against USD a run (x)", () if gap else tuple(points), "scatter", gap=gap),
     )
-    return Figure("F8_judge_cost", "F8 · What judging costs, by phase, and against success", "", "", panels, False)
+    note = f"Without a point, for an evaluation has no TGC: {', '.join(unsolved)}." if unsolved and not gap else ""
+    title = "F8 · What judging costs, by phase, and against success"
+    return Figure("F8_judge_cost", title, "", "", panels, False, note)
 
 
 def _judge_replay(runs: Sequence[Run]) -> Figure:
@@ -256,7 +263,9 @@ def _judge_replay(runs: Sequence[Run]) -> Figure:
                      ("false_pass", "false pass"),
                      ("false_fail", "false fail"), ("recall", "criteria recall"),
                      ("precision", "criteria precision"), ("model_recall", "criteria recall, by a model"),
-                     ("model_precision", "criteria precision, by a model"))  # fmt: skip
+                     ("model_precision", "criteria precision, by a model"),
+                     ("cited_recall", "recall of cited steps"),
+                     ("cited_precision", "precision of cited steps"))  # fmt: skip
             series = []
             for key, label in names:
                 points = [(float(r["first_step"] + 1), r[key]) for r in rows if r.get(key) is not None]
@@ -304,7 +313,7 @@ def _criteria(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNu
     ]
 
 
-def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int) -> Figure:
+def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]], window: int, note: str) -> Figure:
     series = []
     for setting, cell in cells.items():
         curves = []
@@ -322,7 +331,7 @@ def _inert(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbe
     panel = Panel("", tuple(series), gap="" if series else "no run with a rubric")
     return Figure("F11_inert_share", "F11 · Inert share: rollouts whose surviving verdicts are unanimous or none",
                   "training step (start of window)", "share of judged rollouts", (panel,),
-                  note=f"Windows of {window} steps.")  # fmt: skip
+                  note=" ".join(t for t in (f"Windows of {window} steps.", note) if t))  # fmt: skip
 
 
 def _citations(cells: Mapping[str, list[Run]], numbers: Mapping[Path, list[StepNumbers]]) -> Figure:

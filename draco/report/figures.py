@@ -16,23 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from draco.errors import ConfigError
+from draco.report.rows import SETTINGS
 
 __all__ = ["Figure", "Panel", "Series", "require_matplotlib", "write_figure"]
 
-#: Okabe–Ito: distinguishable with any colour vision, and in print
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+#: Okabe–Ito without its yellow, then Tol's muted: distinguishable with any colour vision, and in print
+PALETTE = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+    "#882255", "#44AA99", "#332288", "#999933", "#AA4499", "#117733",
+)  # fmt: skip
 MARKERS = "osD^vPX*"
 #: what has one colour in every figure; also the order of legends. One hue a rubric, the darker one for step credit
-COLOURS = {
-    "static+uniform": "#56B4E9", "static+step": "#0072B2", "dynamic+uniform": "#E69F00", "dynamic+step": "#D55E00",
-    "outcome+uniform": "#009E73", "random+uniform": "#CC79A7", "base": "#000000",
+COLOURS = dict(zip(SETTINGS, ("#56B4E9", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7"), strict=True)) | {
+    "base": "#000000",
     "propose_task": "#56B4E9", "propose_rollout": "#0072B2", "merge": "#009E73", "score": "#E69F00",
     "attribute": "#D55E00",
     "length_limit": "#0072B2", "turn_limit": "#56B4E9", "no_action": "#D55E00", "gave_up": "#E69F00",
     "deadline": "#CC79A7", "environment_error": "#000000", "engine_error": "#009E73", "submitted": "#DCDFE3",
     "agreement": "#0072B2", "all-pass baseline": "#8A8F96", "false pass": "#D55E00", "false fail": "#E69F00",
     "criteria recall": "#009E73", "criteria precision": "#CC79A7", "criteria recall, by a model": "#00563F",
-    "criteria precision, by a model": "#8A3A66", "pass rate": "#0072B2",
+    "criteria precision, by a model": "#8A3A66", "recall of cited steps": "#56B4E9",
+    "precision of cited steps": "#000000", "pass rate": "#0072B2",
 }  # fmt: skip
 _ORDER = list(COLOURS)
 _SOFT = "#5b626b"
@@ -166,7 +170,7 @@ def _draw(figure: Figure) -> Any:
         axis.set_axis_off()
     note = "\n".join(textwrap.wrap(figure.note, int(width * 13)))
     labels = sorted(shared, key=_rank)
-    if (len(labels) > 1 and not named) or (labels and figure.panels[0].kind in ("bar", "stack")):
+    if (len(labels) > 1 and not named) or (labels and figure.panels[0].kind in ("bar", "stack", "scatter")):
         handles = [shared[k] for k in labels]
         fits = max(1, int(width * 10 / (max(map(len, labels)) + 7)))
         lines = -(-len(labels) // fits)
@@ -275,22 +279,17 @@ def _stack(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> 
 
 
 def _scatter(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
+    """Points are named in the legend: names beside them would lie on each other where settings cost alike."""
     axis.margins(0.2)
-    points = [(s, x, y) for s in panel.series for x, y in zip(s.x, s.y, strict=True)]
-    for s, x, y in points:
+    for s in panel.series:
         key = s.colour or s.label
-        axis.scatter(x, y, color=colours[key], s=55, marker=_marker(key, colours), zorder=3)
-    taken: list[tuple[float, float, float]] = []  # left, right and height of labels, in points
-    for s, x, y in points:
-        at = axis.transData.transform((x, y)) * 72 / axis.figure.dpi
-        long = 5.0 * len(s.label)
-        for side, up in ((1, -3), (-1, -3), (1, 8), (1, -14), (-1, 8), (-1, -14), (1, 19), (1, -25), (1, 30)):
-            left = at[0] + (8 if side > 0 else -8 - long)
-            if all(left + long < a or left > b or abs(at[1] + up - h) > 10 for a, b, h in taken):
-                break
-        taken.append((left, left + long, at[1] + up))
-        axis.annotate(s.label, (x, y), xytext=(8 * side, up), textcoords="offset points", fontsize=8,
-                      ha="left" if side > 0 else "right", color=colours[s.colour or s.label])  # fmt: skip
+        # A point under another is seen through it.
+        axis.scatter(s.x, s.y, s=70, marker=_marker(key, colours), zorder=3, label=s.label, linewidths=1.5,
+                     facecolors=[(colours[key], 0.25)], edgecolors=[colours[key]])  # fmt: skip
+    xs = [x for s in panel.series for x in s.x]
+    if min(xs) > 0 and max(xs) > 20 * min(xs):
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda v, _: f"{v:.3g}")
 
 
 def _ticks(axis: Any, panel: Panel) -> None:

@@ -21,7 +21,7 @@ from draco.analysis.series import StepNumbers, total
 from draco.archive import read_calls, read_table
 from draco.report.pieces import TokenPieces
 
-__all__ = ["CURVES", "group_blocks", "render_page", "write_page"]
+__all__ = ["render_page", "write_page"]
 
 #: metrics that the page draws first, in this order; the others on demand
 CURVES = (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from draco.analysis.runs import Evaluation, Run
 from draco.evaluation.statistics import Spread, mean_std, paired_bootstrap, task_means
+from draco.report.rows import bases, by_setting, fault_notes, finals, many, splits
 
 __all__ = ["Table", "all_tables", "write_table"]
 
@@ -79,26 +80,6 @@ def all_tables(runs: Sequence[Run], prices: Sequence[float] | None = None) -> li
     ]
 
 
-def _splits(runs: Sequence[Run]) -> list[str]:
-    found = {e.split for r in runs for e in r.evaluations if e.checkpoint != "base" and not e.during_training}
-    order = ["test_normal", "test_challenge"]
-    return sorted(found, key=lambda s: (order.index(s) if s in order else len(order), s))
-
-
-def _by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    order = ["static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform"]
-    names = sorted({r.setting for r in runs}, key=lambda s: (order.index(s) if s in order else len(order), s))
-    return {name: [r for r in runs if r.setting == name] for name in names}
-
-
-def _finals(runs: Sequence[Run], split: str) -> list[Evaluation]:
-    return [e for r in runs for e in r.final_evaluations(split)]
-
-
-def _bases(runs: Sequence[Run], split: str) -> list[Evaluation]:
-    return [e for r in runs if (e := r.base_evaluation(split)) is not None]
-
-
 def _hat(kind: str, k: int) -> Reader:
     def read(e: Evaluation) -> float | None:
         curve: list[float | None] = e.content.get(f"{kind}_pass_hat") or []
@@ -110,19 +91,19 @@ def _hat(kind: str, k: int) -> Reader:
 def _rows(runs: Sequence[Run], readers: Sequence[tuple[str, str, Reader]]) -> list[tuple[str, list[Spread | None]]]:
     """One row a setting, the untrained policy first: [(name, spreads by reader)]. A reader is (column, split, read)."""
     rows: list[tuple[str, list[Spread | None]]] = []
-    base = [mean_std(read(e) for e in _bases(runs, split)) for _, split, read in readers]
+    base = [mean_std(read(e) for e in bases(runs, split)) for _, split, read in readers]
     if any(base):
         rows.append(("base", base))
-    for setting, cell in _by_setting(runs).items():
-        rows.append((setting, [mean_std(read(e) for e in _finals(cell, split)) for _, split, read in readers]))
+    for setting, cell in by_setting(runs).items():
+        rows.append((setting, [mean_std(read(e) for e in finals(cell, split)) for _, split, read in readers]))
     return rows
 
 
 def _success(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table:
     readers: list[tuple[str, str, Reader]] = []
-    for split in _splits(runs):
+    for split in splits(runs):
         # An environment without scenarios has one success rate.
-        grouped = any(e.content.get("scenarios") != e.content.get("tasks") for e in _finals(runs, split))
+        grouped = any(e.content.get("scenarios") != e.content.get("tasks") for e in finals(runs, split))
         kinds = (("tgc", "TGC"), ("sgc", "SGC")) if grouped else (("tgc", "SR"),)
         readers += [(f"{split} {label} p{k}", split, _hat(kind, k)) for kind, label in kinds for k in (1, 2, 3)]
     rows = _rows(runs, readers)
@@ -143,7 +124,7 @@ def _success(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Tab
 
 
 def _turns(runs: Sequence[Run], name: str, title: str, *, spread: bool) -> Table:
-    readers: list[tuple[str, str, Reader]] = [(split, split, lambda e: e.figure("turns")) for split in _splits(runs)]
+    readers: list[tuple[str, str, Reader]] = [(split, split, lambda e: e.figure("turns")) for split in splits(runs)]
     rows = _rows(runs, readers)
     columns = [c for c, _, _ in readers]
     if not rows:
@@ -164,10 +145,10 @@ def _difficulty(runs: Sequence[Run]) -> Table:
     def at(key: str, level: str) -> Reader:
         return lambda e: (e.content.get(key) or {}).get(level)
 
-    for split in _splits(runs):
-        finals = _finals(runs, split)
+    for split in splits(runs):
+        found = finals(runs, split)
         for key, label in (("tgc_by_difficulty", "TGC"), ("sgc_by_difficulty", "SGC")):
-            levels = sorted({level for e in finals for level in (e.content.get(key) or {})})
+            levels = sorted({level for e in found for level in (e.content.get(key) or {})})
             if len(levels) < 2:
                 continue  # an environment without difficulties has one level
             readers += [(f"{split} {label} level {level}", split, at(key, level)) for level in levels]
@@ -186,44 +167,43 @@ def _self_judge(runs: Sequence[Run]) -> Table:
         note = "No run was judged by its own policy (rubric=self_judge), so there is nothing to compare."
         return Table(name, title, ("setting", "judge"), (), notes=(note,))
     kinds = sorted({(r.setting, r.judge) for r in judged})
-    columns = [f"{split} {label} p1" for split in _splits(runs) for label in ("TGC", "SGC")]
-    rows = []
+    columns = [f"{split} {label} p1" for split in splits(runs) for label in ("TGC", "SGC")]
+    found: list[tuple[str, str, list[Spread | None]]] = []
     for setting, judge in kinds:
         cell = [r for r in judged if (r.setting, r.judge) == (setting, judge)]
         spreads = [
-            mean_std(_hat(kind, 1)(e) for e in _finals(cell, split))
-            for split in _splits(runs)
-            for kind in ("tgc", "sgc")
+            mean_std(_hat(kind, 1)(e) for e in finals(cell, split)) for split in splits(runs) for kind in ("tgc", "sgc")
         ]
-        rows.append((setting, judge, *(s.mean if s else None for s in spreads)))
-    return Table(name, title, ("setting", "judge", *columns), tuple(rows), notes=tuple(_counts(runs)))
+        found.append((setting, judge, spreads))
+    rows = tuple((setting, judge, *(s.mean if s else None for s in spreads)) for setting, judge, spreads in found)
+    gaps = _gaps([(f"{setting}, judged by {judge}", spreads) for setting, judge, spreads in found], columns)
+    return Table(name, title, ("setting", "judge", *columns), rows, notes=(*_counts(runs), *gaps))
 
 
 def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
     name, title = "T8_models", "T8 · Models: success and the cost of evaluating them"
     columns = ("model", "split", "TGC", "SGC", "turns", "cost of one pass (USD)", "cost a task (USD)")
     rows: list[tuple[Cell, ...]] = []
-    splits = sorted({e.split for r in runs for e in r.evaluations})
-    for split in splits:
-        found: list[tuple[str, list[Evaluation]]] = [
-            (s, [e for e in _finals(cell, split) if e.split == split]) for s, cell in _by_setting(runs).items()
-        ]
-        base = _bases([r for r in runs if r.trained], split)
-        for model, evaluations in [("base", base), *found]:
+    faults: list[str] = []
+    gaps: list[tuple[str, list[Spread | None]]] = []
+    for split in splits(runs, base=True):
+        found = {"base": bases([r for r in runs if r.trained], split)}
+        found |= {setting: finals(cell, split) for setting, cell in by_setting(runs).items()}
+        faults += fault_notes(split, found)
+        for model, evaluations in found.items():
             if not evaluations:
                 continue
             figures = [mean_std(e.figure(key) for e in evaluations) for key in ("tgc", "sgc", "turns")]
-            costs = [e.cost_usd(prices) for e in evaluations]
-            cost = mean_std(costs) if None not in costs else None
+            cost = mean_std(e.cost_usd(prices) for e in evaluations)
+            usd = cost.mean if cost and not cost.missing else None
             tasks = evaluations[0].content.get("tasks") or 0
-            means = [f.mean if f else None for f in figures]
-            rows.append(
-                (model, split, *means, cost.mean if cost else None, cost.mean / tasks if cost and tasks else None)
-            )
+            gaps.append((f"{model}, {split}", figures))
+            means = (f.mean if f else None for f in figures)
+            rows.append((model, split, *means, usd, usd / tasks if usd is not None and tasks else None))
     notes = ["The cost is that of one run of every task, at the prices that the evaluation was given."]
-    notes += _scaffolds(runs)
+    notes += [*faults, *_gaps(gaps, columns[2:5]), *_scaffolds(runs)]
     if any(row[5] is None for row in rows):
-        notes.append("No cost: the evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
+        notes.append("No cost: an evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
     if not any(not r.trained for r in runs):
         notes.append(
             "No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too)."
@@ -239,17 +219,17 @@ def _differences(runs: Sequence[Run]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     notes = ["Tasks are drawn with replacement, both settings together (10,000 draws); success is averaged over seeds, "
              "checkpoints and runs of a task first."]  # fmt: skip
-    for split in _splits(runs):
-        means = {"base": _pooled(_bases(runs, split))}
-        means |= {setting: _pooled(_finals(cell, split)) for setting, cell in _by_setting(runs).items()}
-        means = {k: v for k, v in means.items() if v}
+    for split in splits(runs):
+        found = {"base": bases(runs, split)} | {s: finals(cell, split) for s, cell in by_setting(runs).items()}
+        means = {name: pooled for name, evaluations in found.items() if (pooled := _pooled(evaluations))}
+        notes += fault_notes(split, {name: found[name] for name in means})
         names = list(means)
         for i, one in enumerate(names):
             for other in names[i + 1 :]:
                 d = paired_bootstrap(means[one], means[other])
                 rows.append((split, other, one, *(100 * v for v in (d.mean, d.low, d.high)), float(d.tasks)))
                 if d.only_one:
-                    notes.append(f"{split}, {other} against {one}: {_many(d.only_one, 'task')} in one of them only.")
+                    notes.append(f"{split}, {other} against {one}: {many(d.only_one, 'task')} in one of them only.")
     if not rows:
         return Table(name, title, columns, (), notes=("Fewer than two settings are there.",))
     return Table(name, title, columns, tuple(rows), "{:+.1f}", tuple(notes), {"tasks": "{:.0f}"})
@@ -280,17 +260,14 @@ def _counts(runs: Sequence[Run]) -> list[str]:
     same: dict[str, list[str]] = {}
     said: list[str] = []
     tau: dict[str, None] = {}
-    for setting, cell in _by_setting(runs).items():
-        for split in _splits(cell):
-            finals = _finals(cell, split)
-            seeds, checkpoints = len({r.seed for r in cell}), len(finals)
+    for setting, cell in by_setting(runs).items():
+        for split in splits(cell):
+            found = finals(cell, split)
+            seeds, checkpoints = len({r.seed for r in cell}), len(found)
             kinds = f"{seeds} seed{'s' * (seeds > 1)}, {checkpoints} checkpoint{'s' * (checkpoints > 1)} in all"
-            same.setdefault(f"{split}: {kinds}, n = {finals[0].n}", []).append(setting)
-            if faults := sum(int(e.content.get("quarantined") or 0) for e in finals):
-                said.append(f"{setting}, {split}: {_many(faults, 'faulted rollout')} (failed).")
-            if unknown := sum(int(e.content.get("unevaluated") or 0) for e in finals):
-                said.append(f"{setting}, {split}: {_many(unknown, 'rollout')} whose evaluator failed (left out).")
-            tau |= {_tau_setup(e): None for e in finals if "tau2" in e.content}
+            same.setdefault(f"{split}: {kinds}, n = {found[0].n}", []).append(setting)
+            said += fault_notes(split, {setting: found})
+            tau |= {_tau_setup(e): None for e in found if "tau2" in e.content}
     return [
         *(f"{text} ({', '.join(who)})." for text, who in same.items()),
         *_base_counts(runs),
@@ -303,10 +280,10 @@ def _counts(runs: Sequence[Run]) -> list[str]:
 def _tau_setup(e: Evaluation) -> str:
     """tau2's version and retrieval, without which its scores compare with nothing."""
     version = (e.content.get("tau2") or {}).get("version") or "tau2 of unknown version"
-    retrieval = e.content.get("retrieval") or "none"
+    retrieval, user, turns = (e.content.get(k, "not recorded") for k in ("retrieval", "user", "max_turns"))
     return (
-        f"{e.split}: {version}, retrieval {retrieval}, user simulator {e.content.get('user')}, at most "
-        f"{e.content.get('max_turns')} agent turns; infrastructure errors and missing simulations are failures."
+        f"{e.split}: {version}, retrieval {retrieval or 'none'}, user simulator {user}, at most {turns} agent turns; "
+        "infrastructure errors and missing simulations are failures."
     )
 
 
@@ -317,12 +294,19 @@ def _scaffolds(runs: Sequence[Run]) -> list[str]:
 
 
 def _gaps(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:
+    """Cells that nobody measured, and those that are means over a part of their evaluations."""
     missing: dict[str, list[str]] = {}
+    partial: dict[str, list[str]] = {}
     for name, spreads in rows:
         for column, spread in zip(columns, spreads, strict=True):
             if spread is None:
                 missing.setdefault(name, []).append(column)
-    return [f"Not measured for {name}: {', '.join(columns)}." for name, columns in missing.items()]
+            elif spread.missing:
+                partial.setdefault(name, []).append(f"{column} ({many(spread.missing, 'evaluation')} without it)")
+    return [
+        *(f"Not measured for {name}: {', '.join(cells)}." for name, cells in missing.items()),
+        *(f"Over a part of the evaluations of {name}: {', '.join(cells)}." for name, cells in partial.items()),
+    ]
 
 
 def _single(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequence[str]) -> list[str]:
@@ -339,17 +323,13 @@ def _single(rows: Sequence[tuple[str, Sequence[Spread | None]]], columns: Sequen
 def _base_counts(runs: Sequence[Run]) -> list[str]:
     """What stands behind the base row; evaluations of different n are named, for they are averaged alike."""
     said = []
-    for split in _splits(runs):
-        bases = _bases(runs, split)
-        if not bases:
+    for split in splits(runs):
+        found = bases(runs, split)
+        if not found:
             continue
-        numbers = sorted({e.n for e in bases})
-        text = f"{split}: {_many(len(bases), 'evaluation')}, n = {' and '.join(map(str, numbers))} (base)."
+        numbers = sorted({e.n for e in found})
+        text = f"{split}: {many(len(found), 'evaluation')}, n = {' and '.join(map(str, numbers))} (base)."
         if len(numbers) > 1:
             text += " Evaluations of different n weigh alike in it."
-        said.append(text)
+        said += [text, *fault_notes(split, {"base": found})]
     return said
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
