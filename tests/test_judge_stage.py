@@ -20,7 +20,9 @@ from callbacks.rubric.static import StaticRubric, load_criteria
 from draco.background import BackgroundLoop
 from draco.env.base import Evaluator, Outcome
 from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.judge.busy import Busy
 from draco.judge.stage import JudgedRubric, read_secret
+from draco.metrics import judge_speed
 from draco.types import Group, Judgement, Task, Termination
 
 
@@ -123,6 +125,41 @@ def test_records_and_metrics_are_taken_once(fake: FakeJudge, stages: list[Judged
     assert metrics["rubric/pass_rate"] == pytest.approx(judged[0].metrics["rubric/pass_rate"])
     assert stage.take_records() == []
     assert stage.take_metrics() == {}
+
+
+def test_the_seconds_of_judging_and_its_speed(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
+    stage = dynamic(stages, fake)
+    hands = iter([3.0, 5.0, 7.0, 7.5])
+    stage.busy = Busy(lambda: next(hands))
+    list(stage.judge([group(2)]))
+    metrics = stage.take_metrics()
+    assert metrics["time/judge_s"] == 2.0
+    assert judge_speed(metrics) == {"judge/tokens_per_s": 8 * (10 + 5) / 2.0}
+    dead = tuple(trajectory(i, termination=Termination.DEADLINE) for i in range(2))
+    list(stage.judge([Group(TASK, dead)]))
+    metrics = stage.take_metrics()
+    assert metrics["judge/calls"] == 0
+    assert "time/judge_s" not in metrics  # nothing was asked
+
+
+def test_groups_that_are_judged_side_by_side_take_their_time_once() -> None:
+    now = 0.0
+    busy = Busy(lambda: now)
+    with busy:
+        now = 1.0
+        with busy:
+            now = 4.0
+        now = 6.0
+    now = 10.0
+    with busy:
+        now = 11.0
+    assert busy.take() == 7.0
+    assert busy.take() == 0.0
+    with busy:
+        now = 20.0
+        busy.restart()  # until now they only waited
+        now = 22.0
+    assert busy.take() == 2.0
 
 
 def test_the_order_of_records_is_not_that_of_arrival(fake: FakeJudge, stages: list[JudgedRubric]) -> None:

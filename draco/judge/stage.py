@@ -24,6 +24,7 @@ from draco.background import BackgroundLoop
 from draco.checks import number
 from draco.distributed import gather
 from draco.errors import ConfigError, JudgeError, TrainingStopped
+from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
 from draco.judge.ensemble import Panel
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
@@ -130,6 +131,7 @@ class JudgedRubric(BaseRubric):
             caps=Caps(max_action_chars, max_observation_chars),
             panel=panel,
         )
+        self.busy = Busy()  #: while groups are judged
         self._loop: BackgroundLoop | None = None
         self._place: tuple[Path, int] | None = None
         self._model_changes = 0
@@ -202,8 +204,7 @@ class JudgedRubric(BaseRubric):
         try:
             for group in groups:
                 self.before_group(group)
-                call = self.pipeline.judge_group(group, self.criteria(group), self.needs_citations)
-                pending[loop.submit(call)] = group
+                pending[loop.submit(self._judge_group(group, self.criteria(group)))] = group
             members = sum(len(group.live().trajectories) for group in pending.values())
             failed = 0
             self.attend(pending)
@@ -220,12 +221,17 @@ class JudgedRubric(BaseRubric):
             for future in pending:
                 future.cancel()
 
+    async def _judge_group(self, group: Group, criteria: Sequence[Criterion] | None) -> Judgement:
+        with self.busy:
+            return await self.pipeline.judge_group(group, criteria, self.needs_citations)
+
     def take_metrics(self) -> dict[str, float]:
         """Counters and rates over all judgements since the last take."""
         changes, self._model_changes = self.client.model_changes - self._model_changes, self.client.model_changes
         if changes and self._metrics:
             self._metrics[-1]["judge/model_changes"] = float(changes)
-        return super().take_metrics()
+        taken, seconds = super().take_metrics(), self.busy.take()
+        return taken | ({"time/judge_s": seconds} if taken.get("judge/calls") else {})
 
     def before_group(self, group: Group) -> None:
         """Called on the caller's thread before a group's calls are submitted."""
