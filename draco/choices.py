@@ -19,11 +19,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from draco.errors import ConfigError
 
-__all__ = ["explained", "merge_known", "one_line", "refuse_unread"]
+__all__ = ["compose_config", "explained", "merge_known", "one_line", "refuse_unread"]
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 #: sections that the trainer reads by name; the others go to a class, which refuses what it does not take
 _READ_BY_NAME = ("advantage", "checkpoint", "eval")
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of `python train.py OVERRIDES`, for scripts.
+
+    Raises:
+        ConfigError: it does not compose, or something would be ignored; one line with the choices that exist.
+    """
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error, overrides)) from error
+    refuse_unread(config, overrides, ())
+    return config
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:

@@ -17,12 +17,12 @@ from judge_fakes import FakeJudge, client, group
 from callbacks.rubric.self_judge import SelfJudgeRubric
 from draco.agent import Rollout
 from draco.chat import ChatFormat
+from draco.choices import compose_config
 from draco.engine import Engine
 from draco.engine.transformers import TransformersEngine
 from draco.env.desk.environment import DeskEnvironment
 from draco.errors import ConfigError, TrainingStopped
 from draco.judge import local
-from draco.judge.basegroups import compose_config
 from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient, JudgeMember
 from draco.judge.context import needed_context
