@@ -418,7 +418,21 @@ def test_the_litellm_configuration_asks_for_a_model() -> None:
     assert instantiate(config).model == "openai/some-model"
 
 
-@pytest.mark.parametrize("options", [{"order": "random"}, {"max_failed_share": 2.0}])
-def test_bad_options(fake: FakeJudge, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "random"}, "^rubric.stage.order is 'random'; expected batch or arrival$"),
+        ({"max_failed_share": 2.0}, "^judge.max_failed_share is 2.0; expected a number"),
+        ({"attribution_overrides": "maybe"}, "^rubric.stage.attribution_overrides is 'maybe'; expected ignore or"),
+        ({"propose_cache": "always"}, "^rubric.stage.propose_cache is 'always'; expected group or run$"),
+    ],
+)
+def test_bad_options(fake: FakeJudge, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         DynamicRubric(client(fake), **options)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), "half", None])
+def test_the_outcome_rubric_refuses_what_is_no_share(share: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^rubric\.stage\.max_failed_share is "):
+        OutcomeRubric(ByEndState(), max_failed_share=share)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
-from draco.checks import number
+from draco.checks import number, one_of
 from draco.distributed import gather
 from draco.errors import ConfigError, JudgeError, TrainingStopped
 from draco.judge.busy import Busy
@@ -111,8 +111,7 @@ class JudgedRubric(BaseRubric):
             panel: who scores; None: the judge's members, or the judge alone.
         """
         super().__init__()
-        if order not in ("batch", "arrival"):
-            raise ConfigError(f"rubric order is {order!r}, expected batch or arrival")
+        one_of("rubric.stage.order", order, ("batch", "arrival"))
         if max_failed_share is None:
             max_failed_share = judge.options.max_failed_share
         number("judge.max_failed_share", max_failed_share, 0, 1)
