@@ -23,7 +23,7 @@ from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
 from draco.judge.busy import Busy
 from draco.judge.stage import JudgedRubric, read_secret
 from draco.metrics import judge_speed
-from draco.types import Group, Judgement, Task, Termination
+from draco.types import Failure, Group, Judgement, Task, Termination
 
 
 @pytest.fixture
@@ -181,6 +181,29 @@ def test_too_many_failures_stop_the_run(fake: FakeJudge, stages: list[JudgedRubr
         list(stage.judge([Group(TASK, group(3).trajectories, i) for i in range(3)]))
     stage = dynamic(stages, fake, max_failed_share=0.34)
     assert len(list(stage.judge([group(3)]))) == 1
+
+
+@pytest.mark.parametrize(("mine", "theirs", "stops"), [(2, 0, False), (0, 6, True), (2, 1, False), (2, 2, True)])
+def test_failures_are_a_share_of_the_batch_of_all_ranks(
+    fake: FakeJudge, stages: list[JudgedRubric], monkeypatch: pytest.MonkeyPatch, mine: int, theirs: int, stops: bool
+) -> None:
+    """Three members here, nine at the other rank; every rank decides alike, and hears what the other has spent."""
+    other = (0.5, 1000, [Failure(i, "merge", "merge: no reply") for i in range(theirs)], 9)
+    monkeypatch.setattr("draco.judge.stage.gather", lambda own: [own, other])
+    bad = [f"of sample {i}" for i in range(mine)]
+    fake.overrides["propose_rollout"] = lambda text, n: "no" if any(b in text for b in bad) else None
+    stage = dynamic(stages, fake, max_failed_share=0.34)
+    stage.client.spend.world = 2
+    judged = stage.judge([Group(TASK, group(3).trajectories)])
+    lost = {0: 0, 2: 3}[mine]  # one member left makes no group
+    if stops:
+        with pytest.raises(TrainingStopped, match=rf"{lost + theirs} of 12 .*max_failed_share=0.34; last reason, in "):
+            list(judged)
+    else:
+        assert len(list(judged)) == 1
+    spent = stage.client.spend
+    assert spent.agreed == (0.5, 1000 + spent.tokens)
+    assert spent.own() == (0, 0)
 
 
 def test_rollout_failures_do_not_count_as_failed_judgements(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
