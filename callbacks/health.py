@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
+from draco.metrics import judge_speed
 from draco.module import GRPOModule
 
 __all__ = ["Health"]
@@ -46,6 +47,7 @@ class Health(Callback):
         metrics |= {
             "time/step_s": total,
             **{f"time/{name}_share": max(seconds, 0.0) / total for name, seconds in parts.items()},
+            **judge_speed(metrics),
             "update/tokens_per_s": metrics["update/model_tokens"] / update if update else 0.0,
             "health/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }

@@ -9,14 +9,17 @@ from typing import NoReturn
 
 from draco.errors import ConfigError, DracoError
 
-__all__ = ["number", "parse", "prices_of", "run_main", "whole"]
+__all__ = ["number", "parse", "prices_of", "run_main", "share", "split", "whole"]
 
 
 def run_main(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Call a script's `main` with the command line, and end the process by what it returns: None is 0.
 
-    One of our errors is one line on stderr and exit status 2.
+    One of our errors is one line on stderr and exit status 2. --help prints what the script says of itself.
     """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print((sys.modules[main.__module__].__doc__ or "").strip())
+        sys.exit(0)
     try:
         sys.exit(main(sys.argv[1:]))
     except DracoError as error:
@@ -62,6 +65,31 @@ def parse(
     return words, given
 
 
+def split(arguments: Sequence[str], options: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """A script's own options by name, and the rest, which are options of train.py.
+
+    Args:
+        arguments: of the command line.
+        options: the script's own.
+
+    Raises:
+        ConfigError: something that is no `key=value`.
+    """
+    known = set(options)
+    own: dict[str, str] = {}
+    rest: list[str] = []
+    for argument in arguments:
+        name, has_value, value = argument.partition("=")
+        name = name.removeprefix("--")
+        if not has_value and not argument.startswith("~"):  # ~key takes an option of train.py away
+            raise ConfigError(f"{argument}: expected key=value; own options are {', '.join(sorted(known))}")
+        if name in known:
+            own[name] = value
+        else:
+            rest.append(argument)
+    return own, rest
+
+
 def whole(given: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
     """A whole number from `least`, or `default` where the option is not given.
 
@@ -91,6 +119,24 @@ def number(given: Mapping[str, str], name: str, default: float) -> float:
         value = math.nan
     if not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name}={text}: expected a number above 0")
+    return value
+
+
+def share(given: Mapping[str, str], name: str, default: float) -> float:
+    """A number from 0 to 1, or `default` where the option is not given.
+
+    Raises:
+        ConfigError: not that; the option is named.
+    """
+    text = given.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name}={text}: expected a number from 0 to 1")
     return value
 
 

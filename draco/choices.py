@@ -19,11 +19,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from draco.errors import ConfigError
 
-__all__ = ["explained", "merge_known", "one_line", "refuse_unread"]
+__all__ = ["compose_config", "explained", "merge_known", "one_line", "refuse_beside_self_judge", "refuse_unread"]
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 #: sections that the trainer reads by name; the others go to a class, which refuses what it does not take
 _READ_BY_NAME = ("advantage", "checkpoint", "eval")
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of `python train.py OVERRIDES`, for scripts.
+
+    Raises:
+        ConfigError: it does not compose, or something would be ignored; one line with the choices that exist.
+    """
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error, overrides)) from error
+    refuse_unread(config, overrides, ())
+    return config
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
@@ -107,6 +122,29 @@ def refuse_unread(config: DictConfig, overrides: Iterable[str], groups: Iterable
             asked = first if first not in top else rest.split(".")[0]
             within = "" if first not in top else f"{first}."
             raise ConfigError(f"{override} adds an option that nothing reads; {_listed(asked, choices, within)}")
+
+
+def refuse_beside_self_judge(config: DictConfig, overrides: Iterable[str]) -> None:
+    """Refuse options of a judge where the policy is the judge: `judge.plan` is the only one of them that is read then.
+
+    Not for the jobs of a sweep, whose options are those of all its rubrics.
+
+    Raises:
+        ConfigError: something would be ignored; the message says where the policy's own are.
+    """
+    if OmegaConf.select(config, "rubric.name") != "self_judge":
+        return
+    stage = config.rubric.stage
+    for override in overrides:
+        key = _key(override)
+        if key.startswith("judge.") and key != "judge.plan":
+            name = key.split(".")[1]
+            own = f"rubric.stage.{name}" if name in stage else f"rubric.stage.judge.{name}"
+            added = "" if name in stage or name in stage.judge else "+"
+            raise ConfigError(
+                f"{override}: with rubric=self_judge the policy is the judge and reads judge.plan alone of these; its "
+                f"own are in rubric.stage and rubric.stage.judge: {added}{own}=…"
+            )
 
 
 def _valid(config: DictConfig, key: str) -> str:

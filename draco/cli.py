@@ -73,7 +73,7 @@ def _main(config: DictConfig) -> dict[str, Any]:
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
-    from draco.choices import one_line, refuse_unread
+    from draco.choices import one_line, refuse_beside_self_judge, refuse_unread
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode is RunMode.MULTIRUN
@@ -81,6 +81,8 @@ def _main(config: DictConfig) -> dict[str, Any]:
     try:
         try:
             refuse_unread(config, overrides, set(hydra_config.runtime.choices))
+            if not sweeping:
+                refuse_beside_self_judge(config, overrides)
             return _job(config, overrides, hydra_config.runtime.output_dir, sweeping)
         except OmegaConfBaseException as error:
             raise ConfigError(one_line(error)) from error

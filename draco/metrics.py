@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -11,7 +12,7 @@ from draco.options import LossOptions
 from draco.types import Credit
 from draco.update import Totals
 
-__all__ = ["credit_metrics", "loss_metrics"]
+__all__ = ["credit_metrics", "judge_speed", "loss_metrics"]
 
 
 def loss_metrics(totals: Totals, loss: LossOptions, grad_norm: float) -> dict[str, float]:
@@ -37,6 +38,17 @@ def loss_metrics(totals: Totals, loss: LossOptions, grad_norm: float) -> dict[st
     if loss.tis_cap:
         metrics["engine/tis_capped_share"] = sums["tis_capped"] / tokens
     return metrics
+
+
+def judge_speed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`judge/tokens_per_s` out of a step's figures, of all ranks together; nothing where the judge answered nothing.
+
+    >>> judge_speed({"judge/tokens_in": 900.0, "judge/tokens_out": 100.0, "time/judge_s": 4.0})
+    {'judge/tokens_per_s': 250.0}
+    """
+    read, written, kept = (metrics.get(f"judge/{n}", 0.0) for n in ("tokens_in", "tokens_out", "cache_hit_tokens"))
+    tokens, seconds = read + written - kept, metrics.get("time/judge_s", 0.0)
+    return {"judge/tokens_per_s": tokens / seconds} if tokens > 0 and seconds > 0 else {}
 
 
 def credit_metrics(credits: list[Credit]) -> dict[str, float]:

@@ -32,10 +32,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import run_main, whole
+from draco.analysis.judging import composed
+from draco.arguments import run_main, share, split, whole
 from draco.errors import ConfigError, JudgeReplyError
 from draco.judge.authoring import Rated, prune, rate, reduce_to_one
-from draco.judge.basegroups import compose_config, sample_groups
+from draco.judge.basegroups import sample_groups
 from draco.judge.pipeline import JudgePipeline
 from draco.types import Criterion, Group
 
@@ -84,8 +85,11 @@ def write(out: Path, kept: Sequence[Rated], config: DictConfig, counts: str) -> 
 
 def main(arguments: list[str]) -> int:
     """Author a set."""
-    given = dict(a.split("=", 1) for a in arguments if a.split("=", 1)[0] in OWN)
-    config = compose_config([a for a in arguments if a.split("=", 1)[0] not in OWN])
+    given, overrides = split(arguments, OWN)
+    config = composed(overrides)
+    tasks = whole(given, "tasks", 1, least=1) if "tasks" in given else None
+    samples, most = whole(given, "samples", 8, least=1), whole(given, "most", 21, least=1)
+    applicable, discriminative = share(given, "applicable", 0.05), share(given, "discriminative", 0.02)
     if "out" not in given:
         raise ConfigError("out=FILE.yaml is missing: where to write the set")
     out = Path(given["out"])
@@ -97,8 +101,7 @@ def main(arguments: list[str]) -> int:
     client = instantiate(config.judge)  # a wrong key or model should not cost a rollout
     caveats = instantiate(config.env.environment).caveats
     pipeline = JudgePipeline(client, caveats, os.urandom(32))
-    tasks = whole(given, "tasks", 1, least=1) if "tasks" in given else None
-    groups = sample_groups(config, tasks, whole(given, "samples", 8, least=1))
+    groups = sample_groups(config, tasks, samples)
 
     async def run() -> tuple[list[Rated], tuple[Criterion, ...]]:
         try:
@@ -107,12 +110,7 @@ def main(arguments: list[str]) -> int:
             await client.aclose()
 
     rated, proposed = asyncio.run(run())
-    kept = prune(
-        rated,
-        float(given.get("applicable", 0.05)),
-        float(given.get("discriminative", 0.02)),
-        whole(given, "most", 21, least=1),
-    )
+    kept = prune(rated, applicable, discriminative, most)
     table = Table(title="criteria by failure rate", title_justify="left")
     for name in ("criterion", "failure rate", "applicable", "discriminative", ""):
         table.add_column(name, justify="left" if name == "criterion" else "right")

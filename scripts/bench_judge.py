@@ -32,10 +32,11 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from draco.analysis.judging import composed
 from draco.archive import write_step
-from draco.arguments import run_main, whole
+from draco.arguments import run_main, split, whole
 from draco.errors import ConfigError
-from draco.judge.basegroups import archived_groups, compose_config, sample_groups
+from draco.judge.basegroups import archived_groups, sample_groups
 from draco.judge.cachemodel import Usage, prompt_usage
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import CALLS
@@ -99,9 +100,8 @@ def agreement(paper: Sequence[Judgement], lean: Sequence[Judgement]) -> tuple[in
 def main(arguments: list[str]) -> int:
     """Judge twice, count, print a table and one line of JSON."""
     quick = "--quick" in arguments
-    rest = [a for a in arguments if a != "--quick"]
-    given = dict(a.split("=", 1) for a in rest if a.split("=", 1)[0] in OWN)
-    config = compose_config([a for a in rest if a.split("=", 1)[0] not in OWN])
+    given, overrides = split([a for a in arguments if a != "--quick"], OWN)
+    config = composed(overrides)
     import litellm
 
     groups = groups_of(config, given, quick)

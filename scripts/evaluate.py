@@ -27,7 +27,6 @@ Options (key=value):
 from __future__ import annotations
 
 import logging
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -151,19 +150,10 @@ def api_config(given: dict[str, Any]) -> DictConfig:
     Raises:
         ConfigError: no such environment or option.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from draco.choices import explained
+    from draco.choices import compose_config
 
     # Without policy=hf the default policy's budgets would hold, which are those of a toy.
-    overrides = [f"env={given['env']}", "policy=hf", *given["overrides"]]
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            config = compose("train", overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explained(error, overrides)) from error
+    config = compose_config([f"env={given['env']}", "policy=hf", *given["overrides"]])
     if "tokenizer" in config.env.environment:
         config.env.environment.tokenizer = config.env.environment.tokenizer_gguf = None  # nobody's but the model's own
     if "verbose_prompt" in config.env:
@@ -299,7 +289,4 @@ def show_spread(result: dict[str, Any], console: Console) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(__doc__)
-        sys.exit(0)
     run_main(main)

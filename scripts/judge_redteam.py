@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import run_main, whole
+from draco.analysis.judging import composed
+from draco.arguments import run_main, split, whole
 from draco.errors import ConfigError
-from draco.judge.basegroups import compose_config
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.redteam import CHANNELS, Attack, attacks, criteria, planted_group
 from draco.types import Judgement
@@ -41,8 +41,8 @@ def scores(judgement: Judgement) -> tuple[int, ...] | None:
 
 def main(arguments: list[str]) -> int:
     """Run the set, print a table and one line of JSON."""
-    given = dict(a.split("=", 1) for a in arguments if a.split("=", 1)[0] in OWN)
-    config = compose_config([a for a in arguments if a.split("=", 1)[0] not in OWN])
+    given, overrides = split(arguments, OWN)
+    config = composed(overrides)
     from draco.run import instantiate
 
     chosen = attacks()[: whole(given, "attacks", 1, least=1)] if "attacks" in given else attacks()

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +34,8 @@ class Answer:
     drop: float | None = None  #: share of the response that is sent before the connection is cut
     finish_reason: str = "stop"
     model: str = ""  #: empty: the one that was asked for
-    fingerprint: str = "fp_1"
+    tokens: tuple[int, int, int] | None = None  #: prompt, reply and cached ones that it tells; None: by length
+    tells: bool = True  #: whether it tells tokens at all
 
 
 class LoopbackJudge(ThreadingHTTPServer):
@@ -49,7 +49,6 @@ class LoopbackJudge(ThreadingHTTPServer):
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
-        self.times: list[float] = []  #: time.monotonic() of every request
         self.busy = self.most_busy = 0  #: requests under way
         self.lock = threading.Lock()
         self.released = threading.Event()  #: ends every delay
@@ -83,7 +82,6 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.bodies.append(body)
             server.keys.append(self.headers.get("Authorization", ""))
-            server.times.append(time.monotonic())
             server.busy += 1
             server.most_busy = max(server.most_busy, server.busy)
             answer = server.answer(body)
@@ -119,21 +117,25 @@ def _completion(body: dict[str, Any], answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.text is None:
         message["refusal"] = "I cannot help with that."
-    tokens_in, tokens_out = sum(len(m["content"]) for m in body["messages"]) // 4, len(answer.text or "") // 4
-    return {
+    by_length = sum(len(m["content"]) for m in body["messages"]) // 4, len(answer.text or "") // 4
+    tokens_in, tokens_out, cached = answer.tokens or (*by_length, by_length[0] // 2)
+    completion = {
         "id": "x",
         "object": "chat.completion",
         "created": 1,
         "model": answer.model or body["model"],
-        "system_fingerprint": answer.fingerprint,
+        "system_fingerprint": "fp_1",
         "choices": [{"index": 0, "message": message, "finish_reason": answer.finish_reason}],
         "usage": {
             "prompt_tokens": tokens_in,
             "completion_tokens": tokens_out,
             "total_tokens": tokens_in + tokens_out,
-            "prompt_tokens_details": {"cached_tokens": tokens_in // 2},
+            "prompt_tokens_details": {"cached_tokens": cached},
         },
     }
+    if not answer.tells:
+        del completion["usage"]
+    return completion
 
 
 def made_up_reply(body: dict[str, Any]) -> str:

@@ -20,14 +20,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from draco.choices import explained, refuse_unread
+from draco.arguments import split
+from draco.choices import compose_config
 from draco.errors import ConfigError, DracoError
 from draco.placement import processes
 from draco.plan.hardware import GPUS, Assumptions
@@ -63,17 +62,8 @@ def main(arguments: list[str]) -> int:
         print(usage())
         return 0
     as_json = "--json" in arguments
-    given: dict[str, str] = {}
-    overrides: list[str] = []
     try:
-        for argument in (a for a in arguments if a != "--json"):
-            key, equals, value = argument.partition("=")
-            if not equals:
-                raise ConfigError(f"{argument!r}: expected key=value, --json or --help")
-            if key in OPTIONS or key in ASSUMED:
-                given[key] = value
-            else:
-                overrides.append(argument)
+        given, overrides = split([a for a in arguments if a != "--json"], [*OPTIONS, *ASSUMED])
         assumptions = Assumptions(**{k: number(k, v) for k, v in given.items() if k in ASSUMED})
         config = composed(overrides)
         per_node = number("gpus_per_node", given.get("gpus_per_node", "8"))
@@ -99,10 +89,9 @@ def composed(overrides: list[str]) -> DictConfig:
         ConfigError: it does not compose; one line with the names that would.
     """
     try:
-        with initialize_config_module("conf", version_base="1.3"):
-            config = compose("train", [*overrides, "run=plan"])
-    except (HydraException, OmegaConfBaseException) as error:
-        text = explained(error, overrides)
+        return compose_config([*overrides, "run=plan"])
+    except ConfigError as error:
+        text = str(error)
         if ": no such option; " in text:
             own = [*OPTIONS, *ASSUMED]
             key = text.split("'")[1]
@@ -110,8 +99,6 @@ def composed(overrides: list[str]) -> DictConfig:
             meant = f" (did you mean {near[0]}?)" if near else ""
             text += f". Options and assumptions of this script{meant}: {', '.join(own)}; --help says more"
         raise ConfigError(text) from None
-    refuse_unread(config, overrides, ())
-    return config
 
 
 def number(name: str, text: str) -> Any:

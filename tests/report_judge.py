@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from loopback_judge import Answer, LoopbackJudge
 
 PHASE = re.compile(r"^# Call: (\w+)$", re.MULTILINE)
 FENCE = re.compile(r"<<<BEGIN TRANSCRIPT (\w+)>>>")
@@ -50,34 +50,12 @@ def reply_to(text: str) -> dict[str, Any]:
     return {"attributions": attributions}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = {"role": "assistant", "content": json.dumps(reply_to(body["messages"][1]["content"]))}
-        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-        content = {"id": "x", "object": "chat.completion", "created": 1, "model": body["model"], "usage": usage,
-                   "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}  # fmt: skip
-        data = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        """Keep quiet."""
-
-
 @contextmanager
 def judge_server() -> Iterator[str]:
     """Address for judge.api_base."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+
+    def answer(body: dict[str, Any]) -> Answer:
+        return Answer(json.dumps(reply_to(body["messages"][1]["content"])), tokens=(100, 10, 0))
+
+    with LoopbackJudge(answer) as judge:
+        yield judge.base

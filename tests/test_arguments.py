@@ -7,7 +7,7 @@ from pathlib import Path
 import evaluate_tau
 import pytest
 
-from draco.arguments import number, parse, run_main, whole
+from draco.arguments import number, parse, run_main, share, split, whole
 from draco.errors import ConfigError
 
 
@@ -37,6 +37,20 @@ def test_a_script_ends_by_what_its_main_returns(
     assert capsys.readouterr().err == "error: not 7\n"
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run_main(lambda a: 1 // 0)
+    monkeypatch.setattr("sys.argv", ["script.py", "n=1", "--help"])
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda a: 1 // 0)
+    assert not end.value.code
+    assert capsys.readouterr().out == f"{__doc__}\n"
+
+
+def test_own_options_are_told_from_those_of_the_trainer() -> None:
+    given, rest = split(["out=a=b", "judge.model=m", "--tasks=3", "~logger", "+callbacks.x=1"], {"out", "tasks"})
+    assert given == {"out": "a=b", "tasks": "3"}
+    assert rest == ["judge.model=m", "~logger", "+callbacks.x=1"]
+    for word in ("out", "--out", "judge"):
+        with pytest.raises(ConfigError, match=f"^{word}: expected key=value; own options are out, tasks$"):
+            split([word], {"tasks", "out"})
 
 
 def test_numbers_are_refused_by_the_name_of_their_option() -> None:
@@ -46,6 +60,10 @@ def test_numbers_are_refused_by_the_name_of_their_option() -> None:
     for text in ("x", "-1", "1.5", "", "²"):
         with pytest.raises(ConfigError, match=rf"^n={text}: expected a whole number from 0$"):
             whole({"n": text}, "n", 3)
+    assert (share({}, "s", 0.1), share({"s": "0"}, "s", 0.1), share({"s": "1.0"}, "s", 0.1)) == (0.1, 0.0, 1.0)
+    for text in ("x", "-0.1", "1.1", "nan", "inf"):
+        with pytest.raises(ConfigError, match=rf"^s={text}: expected a number from 0 to 1$"):
+            share({"s": text}, "s", 0.1)
     for text in ("x", "0", "nan", "inf", "-1"):
         with pytest.raises(ConfigError, match=rf"^x={text}: expected a number above 0$"):
             number({"x": text}, "x", 1)

@@ -15,7 +15,7 @@ from callbacks.credit.step import StepLevelCredit
 from callbacks.rollout import AgentRollout
 from callbacks.rubric.dynamic import DynamicRubric
 from draco.agent import Limits
-from draco.choices import explained, refuse_unread
+from draco.choices import explained, refuse_beside_self_judge, refuse_unread
 from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, StageError
 from draco.module import GRPOModule, LossOptions
@@ -116,6 +116,25 @@ def test_an_unknown_option_is_answered_with_the_valid_ones(overrides: tuple[str,
     assert "use +" not in text  # Hydra's advice: it would be ignored
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("judge.concurrency=2", ": rubric.stage.judge.concurrency=…"),
+        ("++judge.max_usd=5", ": +rubric.stage.judge.max_usd=…"),
+        ("judge.prices={input: 1, output: 2}", ": +rubric.stage.judge.prices=…"),
+        ("judge.max_failed_share=0.5", ": rubric.stage.max_failed_share=…"),
+    ],
+)
+def test_a_judges_options_are_refused_where_the_policy_judges(override: str, instead: str) -> None:
+    given = ("rubric=self_judge", "policy=smollm2", "judge.plan=lean", override)
+    with pytest.raises(ConfigError) as caught:
+        refuse_beside_self_judge(configuration(*given), given)
+    assert str(caught.value).startswith(f"{override}: with rubric=self_judge the policy is the judge")
+    assert str(caught.value).endswith(instead)
+    for fine in (given[:3], (*given[:3], "rubric.stage.judge.concurrency=2"), ("rubric=dynamic", override)):
+        refuse_beside_self_judge(configuration(*fine), fine)
 
 
 @pytest.mark.parametrize(

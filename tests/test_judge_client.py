@@ -156,6 +156,12 @@ def test_final_faults_are_not_retried(
     assert [r.outcome for r in records] == [outcome]
 
 
+def test_an_error_without_a_word_is_its_status(fake: FakeJudge) -> None:
+    for text in ("", "Hosted_vllmException - ", "AnthropicException - . Handle with `litellm.InternalServerError`."):
+        _, (record,) = ask(fake, [EXC.InternalServerError(text, "fake-judge", "m")], max_retries=0)
+        assert (record.outcome, record.error) == ("server_error", "InternalServerError: status 500, without a word")
+
+
 def test_a_stalled_call_times_out(fake: FakeJudge) -> None:
     fake.delay = lambda text: 30.0
     value, records = ask(fake, [], timeout_s=0.05, max_retries=1)

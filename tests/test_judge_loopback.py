@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from judge_fakes import CRITERIA
+from loopback_judge import Answer, LoopbackJudge
 
 from draco.errors import JudgeCallError, JudgeConfigError, TrainingStopped
 from draco.judge.client import JudgeClient, JudgeRequest
@@ -22,81 +20,21 @@ from draco.judge.schema import check_scores
 CANARY = "sk-canary-9876543210fedcba"
 GOOD = json.dumps({"verdicts": [{"title": "Pays ana", "evidence": "e", "justification": "j", "score": 1}]})
 
-Answer = Callable[[int, dict[str, Any]], tuple[int, Any]]
 
-
-class Server(ThreadingHTTPServer):
-    """Answers every request by `answer(n, body)` → status, reply text or raw body.
-
-    `prompt_tokens` of a body are what it reports as read; `headers` go with what is not 200.
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answer: Answer = lambda n, body: (200, GOOD)
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.prompt_tokens: Callable[[dict[str, Any]], int] = lambda body: 100
-        self.headers: dict[str, str] = {}
-        self.counts = True  #: tokens are told
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        self.server.keys.append(self.headers.get("Authorization", ""))
-        status, reply = self.server.answer(len(self.server.bodies), body)
-        if status == 200:
-            read = self.server.prompt_tokens(body)
-            reply = {
-                "id": "x",
-                "object": "chat.completion",
-                "created": 1,
-                "model": body["model"] + "-2026",
-                "system_fingerprint": "fp_1",
-                "choices": [{"index": 0, "message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}],
-                "usage": {
-                    "prompt_tokens": read,
-                    "completion_tokens": 7,
-                    "total_tokens": read + 7,
-                    "prompt_tokens_details": {"cached_tokens": 64},
-                },
-            }
-            if not self.server.counts:
-                del reply["usage"]
-        data = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in (self.server.headers if status != 200 else {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None:
-        """Keep quiet."""
+def said(body: dict[str, Any], text: str = GOOD, **more: Any) -> Answer:
+    """A reply whose tokens are 100 read, 64 of them cached, and 7 written."""
+    return Answer(text, model=f"{body['model']}-2026", **({"tokens": (100, 7, 64)} | more))
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+def server() -> Iterator[LoopbackJudge]:
+    with LoopbackJudge(said) as made:
+        yield made
 
 
-def ask(server: Server, model: str = "openai/some-model", **options: Any) -> tuple[Any, list[CallRecord]]:
-    port = server.server_address[1]
+def ask(server: LoopbackJudge, model: str = "openai/some-model", **options: Any) -> tuple[Any, list[CallRecord]]:
     defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 20.0, "backoff_s": 0.0, "api_key": CANARY}
-    judge = JudgeClient(model, **({"api_base": f"http://127.0.0.1:{port}/v1"} | defaults | options))
+    judge = JudgeClient(model, **({"api_base": server.base} | defaults | options))
     records: list[CallRecord] = []
     request = JudgeRequest(
         phase="score",
@@ -118,7 +56,7 @@ def ask(server: Server, model: str = "openai/some-model", **options: Any) -> tup
     return value, records
 
 
-def test_a_call_as_sent_and_as_recorded(server: Server) -> None:
+def test_a_call_as_sent_and_as_recorded(server: LoopbackJudge) -> None:
     value, records = ask(server, response_schema="on")
     assert [v.score for v in value] == [1]
     body = server.bodies[0]
@@ -134,24 +72,23 @@ def test_a_call_as_sent_and_as_recorded(server: Server) -> None:
     assert CANARY not in repr(records)
 
 
-def test_a_known_model_has_a_price(server: Server) -> None:
+def test_a_known_model_has_a_price(server: LoopbackJudge) -> None:
     _, records = ask(server, "openai/gpt-4o-mini")
     assert records[0].cost_usd is not None
     assert records[0].cost_usd > 0
 
 
-def test_server_errors_and_rate_limits_are_retried_once_each_and_no_more_by_litellm(server: Server) -> None:
-    error = {"error": {"message": "later", "type": "x", "code": "x"}}
-    server.answer = lambda n, body: (500, error) if n == 1 else (429, error) if n == 2 else (200, GOOD)
+def test_server_errors_and_rate_limits_are_retried_once_each_and_no_more_by_litellm(server: LoopbackJudge) -> None:
+    first = iter((Answer(status=500), Answer(status=429)))
+    server.answer = lambda body: next(first, said(body))
     value, records = ask(server)
     assert [v.score for v in value] == [1]
     assert [r.outcome for r in records] == ["server_error", "rate_limit", "ok"]
     assert len(server.bodies) == 3
 
 
-def test_a_refused_key_is_final_and_stays_secret(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
-    message = {"error": {"message": f"Incorrect API key provided: {CANARY}", "type": "x", "code": "invalid_api_key"}}
-    server.answer = lambda n, body: (401, message)
+def test_a_refused_key_is_final_and_stays_secret(server: LoopbackJudge, capfd: pytest.CaptureFixture[str]) -> None:
+    server.answer = lambda body: Answer(status=401, error=f"Incorrect API key provided: {CANARY}")
     value, records = ask(server)
     assert isinstance(value, JudgeConfigError)
     assert len(server.bodies) == 1
@@ -161,7 +98,7 @@ def test_a_refused_key_is_final_and_stays_secret(server: Server, capfd: pytest.C
 
 @pytest.mark.parametrize(("model", "variable"), [("openai/x", "OPENAI_API_KEY"), ("gemini/x", "GEMINI_API_KEY")])
 def test_a_missing_key_is_named_at_once(
-    server: Server, model: str, variable: str, monkeypatch: pytest.MonkeyPatch
+    server: LoopbackJudge, model: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -174,39 +111,44 @@ def test_a_missing_key_is_named_at_once(
     assert [r.outcome for r in records] == ["auth"]
 
 
-def test_a_server_of_ones_own_needs_no_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_ones_own_needs_no_key(server: LoopbackJudge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     _, records = ask(server, api_key=None)
     assert [r.outcome for r in records] == ["ok"]
 
 
-def test_a_hanging_server_is_given_up(server: Server) -> None:
-    def hang(n: int, body: dict[str, Any]) -> tuple[int, Any]:
-        time.sleep(1.0)
-        return 200, GOOD
-
-    server.answer = hang
+def test_a_hanging_server_is_given_up(server: LoopbackJudge) -> None:
+    server.answer = lambda body: said(body, delay_s=600.0)  # it ends with the server
     value, records = ask(server, timeout_s=0.3, max_retries=1)
     assert isinstance(value, JudgeCallError)
     assert [r.outcome for r in records] == ["timeout", "timeout"]
 
 
-def test_nobody_listens() -> None:
-    server = Server()
+@pytest.mark.parametrize("model", ["openai/some-model", "hosted_vllm/some-model"])
+def test_nobody_listens(model: str) -> None:
+    server = LoopbackJudge(said)
     server.server_close()
-    value, records = ask(server, max_retries=1)
+    value, records = ask(server, model, max_retries=1)
     assert isinstance(value, JudgeCallError)
-    assert {r.outcome for r in records} <= {"connection", "server_error"}
-    assert len(records) == 2
+    place = f"127.0.0.1:{server.server_address[1]}"
+    assert str(value) == f"score: {model} failed 2 times: cannot connect to {place}: connection refused"
+    assert [r.outcome for r in records] == ["connection"] * 2
+
+
+@pytest.mark.parametrize("model", ["openai/some-model", "hosted_vllm/some-model"])
+def test_https_asked_of_a_server_without(server: LoopbackJudge, model: str) -> None:
+    place = f"127.0.0.1:{server.server_address[1]}"
+    value, (record,) = ask(server, model, api_base=f"https://{place}/v1", max_retries=0)
+    assert record.error == f"{place} does not speak https: should its address begin with http://?"
+    assert str(value).endswith(record.error)
 
 
 @pytest.mark.parametrize("model", ["openai/some-model", "openai/gpt-4o"])
 @pytest.mark.parametrize("prices", [None, {"input": 1.0, "output": 10.0}])
 def test_tokens_that_a_server_does_not_tell_are_estimated(
-    server: Server, caplog: pytest.LogCaptureFixture, model: str, prices: dict[str, float] | None
+    server: LoopbackJudge, caplog: pytest.LogCaptureFixture, model: str, prices: dict[str, float] | None
 ) -> None:
-    server.counts = False
-    server.answer = lambda n, body: (200, GOOD if n > 1 else "no")
+    server.answer = lambda body: said(body, GOOD if len(server.bodies) > 1 else "no", tells=False)
     value, records = ask(server, model, prices=prices)
     assert [v.score for v in value] == [1]
     assert len(records) == 2
@@ -224,9 +166,8 @@ def test_tokens_that_a_server_does_not_tell_are_estimated(
     assert sum("does not say how many tokens" in line for line in caplog.messages) == 1
 
 
-def test_tokens_that_a_server_does_not_tell_count_against_the_caps(server: Server) -> None:
-    server.counts = False
-    server.answer = lambda n, body: (200, "no")
+def test_tokens_that_a_server_does_not_tell_count_against_the_caps(server: LoopbackJudge) -> None:
+    server.answer = lambda body: said(body, "no", tells=False)
     # Room for one call of about 900 tokens and a reply of one, not for the re-ask: only if the first one is counted.
     for cap in ({"max_usd": 900 * 1.5 * 2.5e-6}, {"max_tokens_total": 1500}):
         stopped, records = ask(server, "openai/gpt-4o", max_tokens=1, **cap)
@@ -237,7 +178,7 @@ def test_tokens_that_a_server_does_not_tell_count_against_the_caps(server: Serve
     assert isinstance(refused, JudgeConfigError)
 
 
-def test_a_count_that_is_told_is_taken(server: Server) -> None:
+def test_a_count_that_is_told_is_taken(server: LoopbackJudge) -> None:
     _, (record,) = ask(server)
     assert (record.tokens_in, record.tokens_out, record.tokens_cached, record.estimated) == (100, 7, 64, False)
     assert "judge/estimated_calls" not in call_metrics([record])

@@ -92,6 +92,41 @@ def test_a_cap_holds_over_all_ranks_and_a_higher_one_goes_on(judge: Judge, tmp_p
     assert calls[0] == calls[1]
 
 
+def test_failed_judgements_are_a_share_of_the_batch_of_all_ranks(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge has nothing to say of one task: its rank loses all it has, which is half of the batch."""
+    mute: list[str] = []
+
+    def say(body: dict[str, Any]) -> Answer:
+        text = body["messages"][1]["content"]
+        if "# Call: propose_task" in text:
+            mute[:] = mute or [text]
+            if text in mute:
+                return Answer("")
+        return Judge.say(judge, body)
+
+    monkeypatch.setattr(judge, "answer", say)
+    jobs = [
+        {
+            "name": name,
+            "ranks": 2,
+            "overrides": options(judge, "steps=1", f"judge.max_failed_share={most}", f"run={name}"),
+        }
+        for name, most in (("on", 0.5), ("off", 0.4))
+    ]
+    ((codes, said),) = run(tmp_path, jobs[:1])
+    assert codes == [0, 0], said
+    (row,) = rows_of(tmp_path / "on" / "metrics.csv")
+    assert (float(row["judge/failed"]), float(row["judge/members"]), float(row["group/judged"])) == (3, 6, 1)
+    assert float(row["judge/tokens_per_s"]) > 0
+    mute.clear()
+    ((codes, said),) = run(tmp_path, jobs[1:])
+    assert 0 not in codes
+    assert "3 of 6 trajectories of this batch lost their judgement" in said
+    assert not step_folders(tmp_path / "off")
+
+
 def test_limits_are_those_of_all_ranks_together(judge: Judge, tmp_path: Path) -> None:
     """20 requests a minute: the groups' deadlines end the run before the first minute does."""
     judge.most_busy = 0

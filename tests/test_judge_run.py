@@ -96,6 +96,10 @@ def test_a_judge_that_dies_stops_the_run_and_a_resume_ends_as_if_it_had_not(
     rows, whole = rows_of(run / "metrics.csv"), rows_of(undisturbed / "metrics.csv")
     assert [r["judge/calls"] for r in rows] == [r["judge/calls"] for r in whole]
     assert float(rows[1]["judge/cache_hits"]) > 0
+    for row in rows:
+        tokens, seconds = (float(row[f"judge/tokens_{way}"]) for way in ("in", "out")), float(row["time/judge_s"])
+        asked = sum(tokens) - float(row["judge/cache_hit_tokens"] or 0)
+        assert float(row["judge/tokens_per_s"]) == pytest.approx(asked / seconds)
     assert rows[0].get("judge/cost_usd", "") == ""  # unknown, not 0
     assert not leaks(tmp_path, said, caplog.text)
 

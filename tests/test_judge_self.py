@@ -17,12 +17,13 @@ from judge_fakes import FakeJudge, client, group
 from callbacks.rubric.self_judge import SelfJudgeRubric
 from draco.agent import Rollout
 from draco.chat import ChatFormat
+from draco.choices import compose_config
 from draco.engine import Engine
 from draco.engine.transformers import TransformersEngine
 from draco.env.desk.environment import DeskEnvironment
 from draco.errors import ConfigError, TrainingStopped
 from draco.judge import local
-from draco.judge.basegroups import compose_config
+from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient, JudgeMember
 from draco.judge.context import needed_context
 from draco.judge.scripted.reading import read_prompt
@@ -104,6 +105,30 @@ def test_all_calls_go_to_the_policy_and_scores_are_asked_k_times(brain: Any, pla
     assert {r.model for r in records} == {f"draco-policy/{local.adapter_hash(brain)}"}
     assert judged.metrics["judge/vote_agreement"] == 1.0
     assert judged.metrics["judge/cost_usd"] == 0.0
+
+
+def test_the_time_in_which_calls_wait_for_the_last_rollout_is_none_of_judging(brain: Any) -> None:
+    """One second a reply, after rollouts of a hundred."""
+    now = 0.0
+
+    def a_second(prompt: Any, answer: Any, nth: int) -> Any:
+        nonlocal now
+        now += 1.0
+        return answer
+
+    def rollouts() -> Iterator[Group]:
+        nonlocal now
+        yield desk_group()
+        now = 100.0
+
+    engine = ScriptedEngine(a_second)
+    made = stage(brain, engine)
+    made.busy = Busy(lambda: now)
+    try:
+        list(made.judge(rollouts()))
+        assert made.take_metrics()["time/judge_s"] == len(engine.asked)
+    finally:
+        made.close()
 
 
 def test_a_criterion_passes_only_if_all_k_calls_pass_it(brain: Any) -> None:

@@ -20,8 +20,10 @@ from callbacks.rubric.static import StaticRubric, load_criteria
 from draco.background import BackgroundLoop
 from draco.env.base import Evaluator, Outcome
 from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.judge.busy import Busy
 from draco.judge.stage import JudgedRubric, read_secret
-from draco.types import Group, Judgement, Task, Termination
+from draco.metrics import judge_speed
+from draco.types import Failure, Group, Judgement, Task, Termination
 
 
 @pytest.fixture
@@ -125,6 +127,41 @@ def test_records_and_metrics_are_taken_once(fake: FakeJudge, stages: list[Judged
     assert stage.take_metrics() == {}
 
 
+def test_the_seconds_of_judging_and_its_speed(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
+    stage = dynamic(stages, fake)
+    hands = iter([3.0, 5.0, 7.0, 7.5])
+    stage.busy = Busy(lambda: next(hands))
+    list(stage.judge([group(2)]))
+    metrics = stage.take_metrics()
+    assert metrics["time/judge_s"] == 2.0
+    assert judge_speed(metrics) == {"judge/tokens_per_s": 8 * (10 + 5) / 2.0}
+    dead = tuple(trajectory(i, termination=Termination.DEADLINE) for i in range(2))
+    list(stage.judge([Group(TASK, dead)]))
+    metrics = stage.take_metrics()
+    assert metrics["judge/calls"] == 0
+    assert "time/judge_s" not in metrics  # nothing was asked
+
+
+def test_groups_that_are_judged_side_by_side_take_their_time_once() -> None:
+    now = 0.0
+    busy = Busy(lambda: now)
+    with busy:
+        now = 1.0
+        with busy:
+            now = 4.0
+        now = 6.0
+    now = 10.0
+    with busy:
+        now = 11.0
+    assert busy.take() == 7.0
+    assert busy.take() == 0.0
+    with busy:
+        now = 20.0
+        busy.restart()  # until now they only waited
+        now = 22.0
+    assert busy.take() == 2.0
+
+
 def test_the_order_of_records_is_not_that_of_arrival(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
     stage = dynamic(stages, fake)
     list(stage.judge([group(2)]))
@@ -144,6 +181,29 @@ def test_too_many_failures_stop_the_run(fake: FakeJudge, stages: list[JudgedRubr
         list(stage.judge([Group(TASK, group(3).trajectories, i) for i in range(3)]))
     stage = dynamic(stages, fake, max_failed_share=0.34)
     assert len(list(stage.judge([group(3)]))) == 1
+
+
+@pytest.mark.parametrize(("mine", "theirs", "stops"), [(2, 0, False), (0, 6, True), (2, 1, False), (2, 2, True)])
+def test_failures_are_a_share_of_the_batch_of_all_ranks(
+    fake: FakeJudge, stages: list[JudgedRubric], monkeypatch: pytest.MonkeyPatch, mine: int, theirs: int, stops: bool
+) -> None:
+    """Three members here, nine at the other rank; every rank decides alike, and hears what the other has spent."""
+    other = (0.5, 1000, [Failure(i, "merge", "merge: no reply") for i in range(theirs)], 9)
+    monkeypatch.setattr("draco.judge.stage.gather", lambda own: [own, other])
+    bad = [f"of sample {i}" for i in range(mine)]
+    fake.overrides["propose_rollout"] = lambda text, n: "no" if any(b in text for b in bad) else None
+    stage = dynamic(stages, fake, max_failed_share=0.34)
+    stage.client.spend.world = 2
+    judged = stage.judge([Group(TASK, group(3).trajectories)])
+    lost = {0: 0, 2: 3}[mine]  # one member left makes no group
+    if stops:
+        with pytest.raises(TrainingStopped, match=rf"{lost + theirs} of 12 .*max_failed_share=0.34; last reason, in "):
+            list(judged)
+    else:
+        assert len(list(judged)) == 1
+    spent = stage.client.spend
+    assert spent.agreed == (0.5, 1000 + spent.tokens)
+    assert spent.own() == (0, 0)
 
 
 def test_rollout_failures_do_not_count_as_failed_judgements(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -381,7 +441,21 @@ def test_the_litellm_configuration_asks_for_a_model() -> None:
     assert instantiate(config).model == "openai/some-model"
 
 
-@pytest.mark.parametrize("options", [{"order": "random"}, {"max_failed_share": 2.0}])
-def test_bad_options(fake: FakeJudge, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "random"}, "^rubric.stage.order is 'random'; expected batch or arrival$"),
+        ({"max_failed_share": 2.0}, "^judge.max_failed_share is 2.0; expected a number"),
+        ({"attribution_overrides": "maybe"}, "^rubric.stage.attribution_overrides is 'maybe'; expected ignore or"),
+        ({"propose_cache": "always"}, "^rubric.stage.propose_cache is 'always'; expected group or run$"),
+    ],
+)
+def test_bad_options(fake: FakeJudge, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         DynamicRubric(client(fake), **options)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), "half", None])
+def test_the_outcome_rubric_refuses_what_is_no_share(share: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^rubric\.stage\.max_failed_share is "):
+        OutcomeRubric(ByEndState(), max_failed_share=share)

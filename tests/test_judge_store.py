@@ -56,6 +56,8 @@ def test_a_second_process_asks_nothing_and_judges_alike(fake: FakeJudge, tmp_pat
     order = [sorted([getattr(r, f) for f in facts] for r in records) for records in (before, after)]  # type: ignore[type-var]
     assert order[0] == order[1]
     assert call_metrics(after)["judge/cache_hits"] == 6
+    assert call_metrics(after)["judge/cache_hit_tokens"] == 6 * 15
+    assert "judge/cache_hit_tokens" not in call_metrics(before)
 
 
 @pytest.mark.parametrize(

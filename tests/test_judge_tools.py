@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import author_static_rubric
@@ -76,6 +77,32 @@ def test_authoring_on_desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(ConfigError, match="out=FILE"):
         author_static_rubric.main(["tasks=3"])
     assert "criteria by failure rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["tasks=0", "samples=x", "most=0", "applicable=x", "discriminative=2"])
+def test_authoring_refuses_a_bad_number_before_anything_is_sampled(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(author_static_rubric, "sample_groups", lambda *a: pytest.fail("rollouts were sampled"))
+    with pytest.raises(ConfigError, match=f"^{option}: expected a"):
+        author_static_rubric.main([f"out={tmp_path / 'set.yaml'}", option])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("attacks", "^attacks: expected key=value"),
+        ("--verbose", "^--verbose: expected key=value"),
+        ("judge.modle=m", "no such option; did you mean judge.model"),
+        ("+judgee=m", "adds an option that nothing reads; did you mean judge"),
+        ("judge=nope", "in 'judge': litellm scripted$"),
+        ("judge=litellm", "^judge.model is missing"),
+    ],
+)
+@pytest.mark.parametrize("script", [author_static_rubric, bench_judge, judge_redteam])
+def test_what_is_no_option_is_named_with_the_choices(script: ModuleType, argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        script.main([argument])
 
 
 def test_bench_ends_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import EchoEnvironment, TypedEngine
@@ -13,10 +15,14 @@ from test_module import Rewards, make_module, make_trainer, script
 from callbacks.credit.uniform import UniformCredit
 from callbacks.health import Health
 from callbacks.rollout import AgentRollout
+from draco import metrics as figures
 from draco.agent import Limits
 from draco.credit import Reason
+from draco.distributed import merge_metrics
+from draco.judge import busy
 from draco.judge.records import call_metrics
 from draco.loader import TaskLoader
+from draco.metrics import judge_speed
 from draco.module import GRPOModule, LossOptions
 from draco.policy import Policy
 from draco.types import Termination
@@ -79,3 +85,34 @@ def test_the_shares_of_time_are_of_the_whole_step(module: GRPOModule) -> None:
     assert shares[2] == pytest.approx(metrics["time/update_s"] / metrics["time/step_s"])
     parts = metrics["time/reference_s"] + metrics["time/forward_s"] + metrics["time/backward_s"]
     assert 0 < parts <= metrics["time/update_s"]
+
+
+@pytest.mark.parametrize("module", [figures, busy])
+def test_worked_examples(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_the_judges_speed_is_of_all_ranks_together() -> None:
+    """Tokens of all over the seconds of the slowest; what came from the run's own cache was not asked for."""
+    one = {"judge/calls": 4.0, "judge/tokens_in": 900.0, "judge/tokens_out": 100.0, "time/judge_s": 4.0}
+    other = {"judge/calls": 3.0, "judge/tokens_in": 450.0, "judge/tokens_out": 50.0, "judge/cache_hits": 1.0,
+             "judge/cache_hit_tokens": 200.0, "time/judge_s": 5.0}  # fmt: skip
+    idle = {"rollout/count": 0.0, "time/rollout_s": 9.0}
+    assert judge_speed(merge_metrics([one])) == {"judge/tokens_per_s": 250.0}
+    assert judge_speed(merge_metrics([other])) == {"judge/tokens_per_s": 60.0}
+    for ranks in ([one, other], [other, one, idle]):
+        merged = merge_metrics(ranks)
+        assert merged["time/judge_s"] == 5.0
+        assert judge_speed(merged) == {"judge/tokens_per_s": (1000 + 500 - 200) / 5.0}
+
+
+def test_a_step_that_asks_no_judge_has_no_speed_of_one(module: GRPOModule) -> None:
+    assert module.record is not None
+    assert not [name for name in module.record.metrics if name in ("judge/tokens_per_s", "time/judge_s")]
+    cached = {"judge/calls": 2.0, "judge/tokens_in": 20.0, "judge/tokens_out": 10.0, "judge/cache_hit_tokens": 30.0}
+    failed = {"judge/calls": 2.0, "judge/tokens_in": 0.0, "judge/tokens_out": 0.0}
+    for counters in ({}, cached, failed):
+        assert judge_speed({**counters, "time/judge_s": 1.0}) == {}
+    assert judge_speed({"judge/tokens_in": 20.0}) == {}

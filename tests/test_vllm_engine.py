@@ -23,12 +23,13 @@ from callbacks.rubric.random import RandomRubric
 from draco.agent import Limits, Rollout, sampling_seed
 from draco.background import BackgroundLoop
 from draco.checkpoint import checkpoints, read_state
+from draco.choices import compose_config
 from draco.engine.vllm import Launch, VllmEngine, adapters
 from draco.engine.vllm.adapters import AdapterStore, served_keys
 from draco.engine.vllm.routing import Router
 from draco.env.base import Episode, Reply
 from draco.errors import ConfigError, TrainingStopped
-from draco.judge.basegroups import compose_config, sample_groups
+from draco.judge.basegroups import sample_groups
 from draco.judge.client import JudgeClient
 from draco.judge.probe import ping
 from draco.judge.schema import json_schema

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from draco.checks import number
 from draco.env.base import Evaluator
 from draco.errors import ConfigError, TrainingStopped
 from draco.judge.stage import BaseRubric, judged_without_criteria
@@ -34,11 +35,12 @@ class OutcomeRubric(BaseRubric):
             max_failed_share: more rollouts without a result than this share of a batch stop the run.
 
         Raises:
-            ConfigError: the environment has no evaluator.
+            ConfigError: the environment has no evaluator, or the share is none.
         """
         super().__init__()
         if evaluator is None:
             raise ConfigError("rubric=outcome needs the environment's evaluator, and this environment names none")
+        number("rubric.stage.max_failed_share", max_failed_share, 0, 1)
         self.evaluator, self.max_failed_share = evaluator, max_failed_share
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:

@@ -204,6 +204,7 @@ class SelfJudgeRubric(JudgedRubric):
             return
         assert self._policy is not None
         assert self._engine is not None
+        self.busy.restart()  # the calls have waited for the last rollout and this thread
         answering = local.Answering(
             self._engine,
             self._policy,

@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from draco.choices import compose_config
 from draco.errors import ConfigError
-from draco.judge.basegroups import compose_config
 
 __all__ = ["composed", "judge_config"]
 

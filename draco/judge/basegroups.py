@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from draco import archive
@@ -15,23 +13,7 @@ from draco.errors import ConfigError
 from draco.stages import RolloutStage, find_stage
 from draco.types import Group, TaskBatch
 
-__all__ = ["archived_groups", "compose_config", "sample_groups"]
-
-
-def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The configuration of `python train.py OVERRIDES`.
-
-    Raises:
-        ConfigError: it does not compose.
-    """
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            return compose("train", overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"the options do not compose: {' '.join(str(error).split())}") from error
+__all__ = ["archived_groups", "sample_groups"]
 
 
 def sample_groups(config: DictConfig, tasks: int | None, samples: int) -> list[Group]:

@@ -108,8 +108,7 @@ class JudgeOptions:
             ("cache", ("read_write", "read_only", "off")),
             ("on_model_change", ("warn", "stop")),
         ):
-            if getattr(self, name) not in choices:
-                raise JudgeConfigError(f"judge.{name} is {getattr(self, name)!r}, expected {', '.join(choices)}")
+            one_of(f"judge.{name}", getattr(self, name), choices)
         if not isinstance(self.model, str) or not self.model:
             raise JudgeConfigError(
                 f"judge.model is {self.model!r}; expected PROVIDER/MODEL, for example openai/gpt-5.4"

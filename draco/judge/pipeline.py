@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from draco import advantage
+from draco.checks import one_of
 from draco.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments
 from draco.judge.client import JudgeRequest
@@ -116,10 +117,8 @@ class JudgePipeline:
             panel: who scores; None: the client's members, or the client alone.
         """
         _check_secret(secret)
-        if attribution_overrides not in ("ignore", "apply"):
-            raise ConfigError(f"attribution_overrides is {attribution_overrides!r}, expected ignore or apply")
-        if propose_cache not in ("group", "run"):
-            raise ConfigError(f"propose_cache is {propose_cache!r}, expected group or run")
+        one_of("rubric.stage.attribution_overrides", attribution_overrides, ("ignore", "apply"))
+        one_of("rubric.stage.propose_cache", propose_cache, ("group", "run"))
         self.client = client
         self.plan = plan_named(client.plan)
         self.panel = panel or panel_of(client)

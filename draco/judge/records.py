@@ -49,6 +49,7 @@ def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
     for r in records:
         if r.from_cache:  # counted like the call that was paid for, so that a resumed step reads like any other
             m["judge/cache_hits"] = m.get("judge/cache_hits", 0.0) + 1
+            m["judge/cache_hit_tokens"] = m.get("judge/cache_hit_tokens", 0.0) + r.tokens_in + r.tokens_out
         m["judge/calls"] += 1
         m[f"judge/calls/{r.phase}"] = m.get(f"judge/calls/{r.phase}", 0.0) + 1
         m["judge/failed_calls"] += r.outcome not in {"ok", "repaired"}

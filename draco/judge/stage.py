@@ -21,9 +21,10 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from draco.background import BackgroundLoop
-from draco.checks import number
-from draco.distributed import gather
+from draco.checks import number, one_of
+from draco.distributed import barrier, gather
 from draco.errors import ConfigError, JudgeError, TrainingStopped
+from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
 from draco.judge.ensemble import Panel
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
@@ -110,8 +111,7 @@ class JudgedRubric(BaseRubric):
             panel: who scores; None: the judge's members, or the judge alone.
         """
         super().__init__()
-        if order not in ("batch", "arrival"):
-            raise ConfigError(f"rubric order is {order!r}, expected batch or arrival")
+        one_of("rubric.stage.order", order, ("batch", "arrival"))
         if max_failed_share is None:
             max_failed_share = judge.options.max_failed_share
         number("judge.max_failed_share", max_failed_share, 0, 1)
@@ -130,6 +130,7 @@ class JudgedRubric(BaseRubric):
             caps=Caps(max_action_chars, max_observation_chars),
             panel=panel,
         )
+        self.busy = Busy()  #: while groups are judged
         self._loop: BackgroundLoop | None = None
         self._place: tuple[Path, int] | None = None
         self._model_changes = 0
@@ -164,6 +165,8 @@ class JudgedRubric(BaseRubric):
         """The judge's limits are shared by all ranks."""
         if self._place is not None and trainer.world_size > 1:
             self.client.bind(*self._place, trainer.global_rank, trainer.world_size)
+            _ = self.client.store  # what earlier processes spent: every rank reads it before any spends more
+            barrier()
 
     def check(self) -> CallRecord | None:
         """One cheap call to the judge and to each other member of an ensemble: is the key right, is the model there,
@@ -191,41 +194,47 @@ class JudgedRubric(BaseRubric):
         """Yield one judgement a group.
 
         Raises:
-            TrainingStopped: more trajectories than `max_failed_share` of the batch lost their judgement, or the judge
-                is gone: nothing of this batch is trained on then.
+            TrainingStopped: more trajectories than `max_failed_share` of the batch, all ranks together, lost their
+                judgement, or the judge is gone: nothing of this batch is trained on then.
             JudgeConfigError: the provider refused for good.
         """
         loop = self._background()
-        self._share_spend()
         unreachable = self.client.unreachable
         pending: dict[Future[Judgement], Group] = {}
         try:
             for group in groups:
                 self.before_group(group)
-                call = self.pipeline.judge_group(group, self.criteria(group), self.needs_citations)
-                pending[loop.submit(call)] = group
+                pending[loop.submit(self._judge_group(group, self.criteria(group)))] = group
             members = sum(len(group.live().trajectories) for group in pending.values())
-            failed = 0
+            lost: list[Failure] = []
+            alone = self.client.spend.world == 1  # of a preflight rank 0 alone makes the calls
             self.attend(pending)
             for future in self._ordered(pending):
                 judgement = future.result()
-                failures = [f for f in judgement.failures if f.phase != "rollout"]
-                failed += len(failures)
+                lost += [f for f in judgement.failures if f.phase != "rollout"]
                 self._metrics.append({**judgement.metrics, **length_metrics(pending[future], judgement)})
-                self._guard(failed, members, failures)
+                if alone:
+                    self._guard(lost, members)
                 yield judgement
+            if not alone:
+                self._agree(lost, members)
             if self.client.unreachable > unreachable:
                 self._alive()
         finally:
             for future in pending:
                 future.cancel()
 
+    async def _judge_group(self, group: Group, criteria: Sequence[Criterion] | None) -> Judgement:
+        with self.busy:
+            return await self.pipeline.judge_group(group, criteria, self.needs_citations)
+
     def take_metrics(self) -> dict[str, float]:
         """Counters and rates over all judgements since the last take."""
         changes, self._model_changes = self.client.model_changes - self._model_changes, self.client.model_changes
         if changes and self._metrics:
             self._metrics[-1]["judge/model_changes"] = float(changes)
-        return super().take_metrics()
+        taken, seconds = super().take_metrics(), self.busy.take()
+        return taken | ({"time/judge_s": seconds} if taken.get("judge/calls") else {})
 
     def before_group(self, group: Group) -> None:
         """Called on the caller's thread before a group's calls are submitted."""
@@ -242,14 +251,14 @@ class JudgedRubric(BaseRubric):
             done, left = wait(left, return_when=FIRST_COMPLETED)
             yield from sorted(done, key=lambda future: pending[future].index)
 
-    def _share_spend(self) -> None:
-        """Tell the other ranks what this one has spent, and hear it from them."""
+    def _agree(self, lost: Sequence[Failure], members: int) -> None:
+        """Tell the other ranks what this one has spent and lost of the batch, and hear it from them. Decide alike."""
         spend = self.client.spend
-        if spend.world > 1:  # of a preflight rank 0 alone makes the calls
-            _ = self.client.store  # what earlier processes spent; every rank reads the same
-            before, after = spend.agreed, spend.own()
-            others = gather(after)
-            spend.agree(before[0] + sum(u for u, _ in others), before[1] + sum(t for _, t in others))
+        before = spend.agreed
+        usd, tokens, losses, sizes = zip(*gather((*spend.own(), list(lost), members)), strict=True)
+        spend.agree(before[0] + sum(usd), before[1] + sum(tokens))
+        all_lost = [failure for part in losses for failure in part]
+        self._guard(all_lost, sum(sizes))
 
     def _alive(self) -> None:
         """Calls of this batch were given up because the provider failed. Was that a flaw, or is it gone?
@@ -262,11 +271,11 @@ class JudgedRubric(BaseRubric):
         except JudgeError as error:
             raise TrainingStopped(f"the judge no longer answers: {error}") from None
 
-    def _guard(self, failed: int, members: int, latest: Sequence[Failure]) -> None:
-        if latest and failed > self.max_failed_share * members:
-            last = latest[-1]
+    def _guard(self, lost: Sequence[Failure], members: int) -> None:
+        if lost and len(lost) > self.max_failed_share * members:
+            last = lost[-1]
             raise TrainingStopped(
-                f"{failed} of {members} trajectories of this batch lost their judgement, more than "
+                f"{len(lost)} of {members} trajectories of this batch lost their judgement, more than "
                 f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: "
                 f"{last.reason.removeprefix(f'{last.phase}: ')}"
             )

@@ -36,7 +36,11 @@ _LISTS = ("judge.members", "judge.fallbacks")
 #: providers' clients say so before they send anything, and litellm calls it a server error
 _NO_KEY = re.compile(r"missing (\w+ )?(credentials|api[ _-]?key)|api_key client option must be set", re.IGNORECASE)
 #: what litellm puts before the provider's own words
-_WRAPPING = re.compile(r"^(?:litellm\.\w+: |\w*(?:Error|Exception)(?:: | - ))+")
+_WRAPPING = re.compile(r"^(?:litellm\.\w+:(?: |$)|\w*(?:Error|Exception)(?:(?::| -)(?: |$)|$))+")
+#: and after them
+_ADVICE = re.compile(r"\.? Handle with `litellm\.\w+`\.$")
+#: what aiohttp, which litellm's clients go through, says where no connection is made; an object's address is in it
+_NO_CONNECTION = re.compile(r"Cannot connect to host (\S+) ssl:.*?\[(.*)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +318,8 @@ class Transport:
         status = getattr(error, "status_code", None)
         if isinstance(error, exceptions.RateLimitError) or status == 429:
             return Fault("rate_limit", text, passing=True, wait_s=retry_after(error))
+        if not (isinstance(status, int) and 400 <= status < 500) and (unreachable := _unreachable(error)):
+            return Fault("connection", self.redact.error(unreachable), passing=True)
         if isinstance(error, exceptions.APIConnectionError):
             return Fault("connection", text, passing=True)
         if status in (401, 403):
@@ -334,12 +340,27 @@ def _tokens(texts: Iterable[str]) -> int:
     return max(1, -(-sum(len(text.encode(errors="surrogatepass")) for text in texts) // 4))
 
 
+def _unreachable(error: BaseException | None) -> str:
+    """Why there is no connection to the server, if that is the fault; else empty. litellm calls it the server's."""
+    place = why = ""
+    while error is not None:
+        if found := _NO_CONNECTION.search(str(error)):
+            place, why = found[1], found[2]
+        if isinstance(error, ConnectionRefusedError):
+            why = "connection refused"
+        error = error.__cause__ or error.__context__
+    if "WRONG_VERSION_NUMBER" in why:
+        return f"{place} does not speak https: should its address begin with http://?"
+    return f"cannot connect to {place}: {why}" if place else ""
+
+
 def _said(error: Exception) -> str:
-    """An error's text on one line, without what litellm wraps around it."""
-    text = str(error).partition("This looks like a bug in LiteLLM")[0].strip()
+    """An error's text on one line, without what litellm wraps around it; the status where there is no text."""
+    text = _ADVICE.sub("", str(error).partition("This looks like a bug in LiteLLM")[0].strip())
     if "Traceback (most recent call last)" in text:
         text = text.splitlines()[-1]
-    return " ".join(_WRAPPING.sub("", text).split())
+    text = " ".join(_WRAPPING.sub("", text).split())
+    return text or f"status {getattr(error, 'status_code', None) or 'unknown'}, without a word"
 
 
 def retry_after(error: Exception) -> float:
