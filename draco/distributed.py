@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from draco.errors import ConfigError, DracoError
 
 __all__ = [
-    "all_reduce_sum", "barrier", "broadcast", "check_shared", "gather", "host_name", "joined", "launched", "main_only",
-    "merge_metrics", "rank", "world_size",
+    "all_reduce_sum", "alone", "barrier", "broadcast", "check_shared", "gather", "host_name", "joined", "launched",
+    "local_rank", "main_only", "merge_metrics", "rank", "world_size",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -42,16 +42,22 @@ log = logging.getLogger("draco")
 #: of the control group: longer than any run
 _FOREVER = timedelta(days=365)
 _control: dist.ProcessGroup | None = None
+_alone = False
 
 
 def world_size() -> int:
-    """Processes of the run; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Processes of the run; 1 without a process group, and in `alone`."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _alone else 1
 
 
 def rank() -> int:
     """This process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def local_rank() -> int:
+    """This process on its machine; 0 without a process group."""
+    return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
 
 
 def host_name() -> str:
@@ -102,6 +108,17 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
         _control = None
     watch.close()
     dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What rank 0 does in the body it does by itself: the others take part in nothing, and are waited for nowhere."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
 
 
 def barrier() -> None:

@@ -28,11 +28,11 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from draco.agent import Rollout
 from draco.background import BackgroundLoop
-from draco.distributed import gather
+from draco.distributed import gather, local_rank, rank
 from draco.engine.base import Engine, at_a_time
 from draco.engine.vllm.adapters import PREFIX, Adapter, AdapterStore
 from draco.engine.vllm.client import Completion, ModelMissing, Server, ServerBusy
-from draco.engine.vllm.launch import BASE, Launch, Launched, interpreter, local_rank
+from draco.engine.vllm.launch import BASE, Launch, Launched, interpreter
 from draco.engine.vllm.probe import SAMPLED, Probe, default_tolerance
 from draco.engine.vllm.routing import Router
 from draco.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
@@ -440,7 +440,7 @@ class VllmEngine(Engine):
             job = _Job(
                 self._seats,
                 [Server(seat.url, session, timeout_s=self.request_timeout_s) for seat in self._seats],
-                Router(count, cooldown_s=self.cooldown_s, first=int(os.environ.get("RANK", "0")) % count),
+                Router(count, cooldown_s=self.cooldown_s, first=rank() % count),
                 adapter,
                 probe,
                 temperature,
@@ -550,7 +550,7 @@ class VllmEngine(Engine):
         if not holding or self._adapter is None:
             return None
         self._judged += 1
-        seat = holding[(int(os.environ.get("RANK", "0")) + self._judged) % len(holding)]
+        seat = holding[(rank() + self._judged) % len(holding)]
         return f"{seat.url}/v1", self._adapter.name, os.environ.get(self.api_key_env, "")
 
     # --- sleep ------------------------------------------------------------------------------------------------------
