@@ -556,10 +556,17 @@ class VllmEngine(Engine):
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     async def _waken(self, server: Server) -> None:
-        """Local rank 0 wakes a server that sleeps, the others wait until it is awake."""
+        """Local rank 0 wakes a server that sleeps, the others wait until it is awake.
+
+        Raises:
+            ServerLost: it does not answer, or is not woken.
+        """
+        until = time.monotonic() + self.request_timeout_s
         while await server.sleeps():
             if local_rank() == 0:
                 await server.wake()
+            elif time.monotonic() > until:  # of that rank the request may have failed
+                raise ServerLost(f"{server.url} still sleeps after {self.request_timeout_s:.0f} s")
             else:
                 await asyncio.sleep(0.1)
 
