@@ -30,6 +30,8 @@ log = logging.getLogger("draco")
 
 _BEAT_S = 1.0  #: seconds between heartbeats
 _SILENCE_S = 40.0  #: a rank that has not beaten for so long is taken for dead
+_GRACE_S = 5.0  #: rank 0 is given to say first what all ranks refuse
+_LEAVE_S = 20.0  #: rank 0 holds the store for the others
 _FIRST = "fault"  #: key of the first fault
 
 
@@ -75,7 +77,7 @@ class Watch:
         """All ranks are through: end the watch."""
         self._ended.set()
         self._thread.join()
-        self._leave(patience_s=20)
+        self._leave()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others. Ends the process instead where this error is but the echo of another rank's fault."""
@@ -91,6 +93,11 @@ class Watch:
             else:
                 if first is not None:
                     self._end(first)
+        elif isinstance(error, ConfigError) and self.rank:
+            # All ranks check alike, and rank 0 tidies up; to end it meanwhile would leave an empty run folder.
+            until = time.monotonic() + _GRACE_S
+            while time.monotonic() < until and self._first() is None:
+                time.sleep(0.2)
         message = f"{type(error).__name__}: {error}" if not isinstance(error, DracoError) else str(error)
         first = self._tell({"rank": self.rank, "message": message, "status": status_of(error)})
         self._ended.set()
@@ -98,11 +105,15 @@ class Watch:
             self._end(first)
         self._leave()
 
-    def _leave(self, patience_s: float = 5.0) -> None:
-        """Let go of the store. Rank 0 holds it until the others have read what is in it, or are dead."""
+    def _leave(self, without: int = -1) -> None:
+        """Let go of the store. Rank 0 holds it until the others have read what is in it.
+
+        Args:
+            without: a rank that needs nothing of it any more: it may be dead.
+        """
         try:
             self.store.set(f"gone/{self.rank}", "1")
-            names, until = [f"gone/{r}" for r in range(self.world)], time.monotonic() + patience_s
+            names, until = [f"gone/{r}" for r in range(self.world) if r != without], time.monotonic() + _LEAVE_S
             while self.rank == 0 and time.monotonic() < until and not self.store.check(names):
                 time.sleep(0.1)
         except Exception as error:
@@ -138,7 +149,7 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
-        self._leave()
+        self._leave(without=fault["rank"])
         os._exit(fault["status"] or 1)
 
     def _run(self) -> None:
