@@ -83,8 +83,8 @@ class Checkpoints(Callback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(pl_module, GRPOModule) or self._taken is None:
-            return  # nothing new since the start
+        if not isinstance(pl_module, GRPOModule) or self._taken is None or rank():
+            return  # nothing new since the start, or not the rank that saves
         if is_sharded(pl_module.policy.model):
             return  # to gather the parts takes all ranks, and each may be somewhere else now
         name, done = type(exception).__name__, pl_module.batches_done
