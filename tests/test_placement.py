@@ -138,11 +138,10 @@ def test_uneven_shares_are_said_with_the_nearest_even_ones(caplog: pytest.LogCap
 def test_a_hybrid_model_needs_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"flash-linear-attention and causal-conv1d .*pip install .*draco\[gpu\]"):
-        kernels.require_kernels("qwen3_5_text", gpu=True)
-    kernels.require_kernels("qwen3_5_text", gpu=False)
-    kernels.require_kernels("qwen2", gpu=True)
+        kernels.require_kernels("qwen3_5_text")
+    kernels.require_kernels("qwen2")
     monkeypatch.setattr(kernels, "find_spec", lambda name: object())
-    kernels.require_kernels("qwen3_5", gpu=True)
+    kernels.require_kernels("qwen3_5")
 
 
 def test_exit_statuses_are_those_of_the_command_line() -> None:
