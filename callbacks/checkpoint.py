@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
 from draco import checkpoint
-from draco.distributed import broadcast, gather, rank, world_size
+from draco.distributed import broadcast, gather, rank, saving, world_size
 from draco.errors import ConfigError
 from draco.module import GRPOModule
 from draco.sharding import is_sharded
@@ -92,7 +92,9 @@ class Checkpoints(Callback):
             log.warning("%s in the middle of step %d, which is lost: resume goes on before it", name, done)
             return
         try:
-            log.warning("%s after %d steps: saved %s", name, done, self._save(trainer, pl_module))
+            with saving():
+                saved = self._save(trainer, pl_module)
+            log.warning("%s after %d steps: saved %s", name, done, saved)
         except OSError as error:
             log.error("%s after %d steps, and the checkpoint could not be written: %s", name, done, error)
 

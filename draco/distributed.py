@@ -19,10 +19,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,12 @@ from torch import Tensor, nn
 
 from draco.errors import ConfigError, DracoError
 
+if TYPE_CHECKING:
+    from draco.watch import Watch
+
 __all__ = [
     "all_reduce_sum", "alone", "barrier", "broadcast", "check_shared", "gather", "host_name", "joined", "launched",
-    "local_rank", "main_only", "merge_metrics", "rank", "world_size",
+    "local_rank", "main_only", "merge_metrics", "rank", "saving", "world_size",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -43,6 +46,7 @@ log = logging.getLogger("draco")
 _FOREVER = timedelta(days=365)
 _control: dist.ProcessGroup | None = None
 _alone = False
+_watch: Watch | None = None
 
 
 def world_size() -> int:
@@ -83,7 +87,7 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
         timeout_s: of a collective on the data plane.
         gpu: the data plane is NCCL.
     """
-    global _control
+    global _control, _watch
     if launched() == 1:
         yield
         return
@@ -94,6 +98,7 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     _control = dist.new_group(backend="gloo", timeout=_FOREVER)
     watch = Watch.start(rank(), world_size(), broadcast)
+    _watch = watch
     level = log.level
     if rank():
         log.setLevel(logging.WARNING)  # rank 0 speaks
@@ -105,9 +110,14 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
         raise  # without leaving the group: a broken one would wait for its peers
     finally:
         log.setLevel(level)
-        _control = None
+        _control = _watch = None
     watch.close()
     dist.destroy_process_group()
+
+
+def saving() -> AbstractContextManager[Any]:
+    """A fault of another rank ends this process after the body, not in it. The body waits for no other rank."""
+    return nullcontext() if _watch is None else _watch.saving
 
 
 @contextmanager
@@ -119,6 +129,9 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _alone = False
+
+
+_watch: Watch | None = None
 
 
 def barrier() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from draco.errors import ConfigError, DracoError
+from draco.errors import ConfigError, DracoError, TrainingStopped
 
 __all__ = ["Watch", "status_of"]
 
@@ -30,7 +30,8 @@ log = logging.getLogger("draco")
 
 _BEAT_S = 1.0  #: seconds between heartbeats
 _SILENCE_S = 40.0  #: a rank that has not beaten for so long is taken for dead
-_GRACE_S = 5.0  #: rank 0 is given to say first what all ranks refuse
+_GRACE_S = 10.0  #: rank 0 is given to come to what may be the end of all ranks alike
+_SAVE_S = 300.0  #: a save is given
 _LEAVE_S = 20.0  #: rank 0 holds the store for the others
 _FIRST = "fault"  #: key of the first fault
 
@@ -47,6 +48,7 @@ class Watch:
     def __init__(self, rank: int, world: int, store: Any, host: str) -> None:
         self.rank, self.world, self.store, self.host = rank, world, store, host
         self._ended, self._ending = threading.Event(), threading.Lock()
+        self.saving = threading.Lock()  #: held by the main thread: the process does not end before it lets go
         self._peers: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._run, name="draco-watch", daemon=True)
 
@@ -93,8 +95,8 @@ class Watch:
             else:
                 if first is not None:
                     self._end(first)
-        elif isinstance(error, ConfigError) and self.rank:
-            # All ranks check alike, and rank 0 tidies up; to end it meanwhile would leave an empty run folder.
+        elif isinstance(error, ConfigError | TrainingStopped) and self.rank:
+            # Ranks check alike, and rank 0 tidies up or saves: it must not be ended by what it is about to find itself.
             until = time.monotonic() + _GRACE_S
             while time.monotonic() < until and self._first() is None:
                 time.sleep(0.2)
@@ -149,6 +151,7 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
+        self.saving.acquire(timeout=_SAVE_S)
         self._leave(without=fault["rank"])
         os._exit(fault["status"] or 1)
 

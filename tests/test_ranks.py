@@ -60,6 +60,10 @@ JOBS: list[dict[str, Any]] = [
         "fault": {"rank": 1, "step": 1, "kind": "slow", "seconds": 20},
     },
     {
+        "name": "guard", "ranks": 2, "overrides": [*FAULT, "checkpoint.save_every=50", "run=guard"],
+        "fault": {"step": 2, "kind": "guard"},
+    },
+    {
         "name": "refused", "ranks": 2,
         "overrides": ["trainer=ddp", "trainer.accelerator=cpu", "engine=vllm", "engine.python=none", "run=refused"],
     },
@@ -190,3 +194,11 @@ def test_what_all_ranks_refuse_rank_0_says_and_nothing_is_left(ran: Any) -> None
     assert said(folder, "refused", 0).startswith("error: engine.python=none: no such interpreter")
     assert "because rank 0 on" in said(folder, "refused", 1)
     assert not (folder / "refused").exists()
+
+
+def test_a_guard_of_all_ranks_leaves_rank_0_the_time_to_save(ran: Any) -> None:
+    folder, results = ran
+    assert 0 not in results["guard"][0]
+    assert [c.name for c in checkpoints(folder / "guard")] == ["step=000002"]
+    assert "saved guard/checkpoints/step=000002" in said(folder, "guard", 0)
+    assert "because rank 0 on" in said(folder, "guard", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from draco import watch
-from draco.errors import ConfigError
+from draco.errors import ConfigError, TrainingStopped
 from draco.watch import Watch
 
 
@@ -70,9 +71,25 @@ def test_rank_0_says_what_all_ranks_refuse(watching: Any, capsys: pytest.Capture
     made, store = watching(1, {})
     made.failed(ConfigError("no such folder on this machine"))  # rank 0 finds nothing wrong
     assert json.loads(store.kept["fault"])["message"] == "no such folder on this machine"
+    made, store = watching(1, {9.0: fault(0, "3 steps in a row")})  # after it has written the step's archive
+    with pytest.raises(Ended):
+        made.failed(TrainingStopped("3 steps in a row"))
     made, store = watching(1, {2.0: fault(0, "too late")})
     made.failed(RuntimeError("of this rank alone"))
     assert json.loads(store.kept["fault"])["message"] == "RuntimeError: of this rank alone"
+
+
+def test_a_save_is_not_cut_off_by_the_end_of_another_rank(watching: Any) -> None:
+    made, _ = watching(0, {0.0: ("gone/1", "1")}, world=2)
+    ended: list[int] = []
+    watch.os._exit = ended.append
+    with made.saving:
+        ending = threading.Thread(target=made._end, args=({"rank": 1, "host": "h", "message": "m", "status": 3},))
+        ending.start()
+        ending.join(0.3)
+        assert not ended
+    ending.join(30)
+    assert ended == [3]
 
 
 def test_rank_0_holds_the_store_for_a_rank_that_is_slow_to_look(watching: Any) -> None:
