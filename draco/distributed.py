@@ -131,9 +131,6 @@ def alone() -> Iterator[None]:
         _alone = False
 
 
-_watch: Watch | None = None
-
-
 def barrier() -> None:
     """Wait for all ranks, however long it takes."""
     if world_size() > 1:
