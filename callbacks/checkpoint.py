@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
 from draco import checkpoint
-from draco.distributed import broadcast, gather, rank, world_size
+from draco.distributed import broadcast, gather, rank, saving, world_size
 from draco.errors import ConfigError
 from draco.module import GRPOModule
 from draco.sharding import is_sharded
@@ -83,8 +83,8 @@ class Checkpoints(Callback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(pl_module, GRPOModule) or self._taken is None:
-            return  # nothing new since the start
+        if not isinstance(pl_module, GRPOModule) or self._taken is None or rank():
+            return  # nothing new since the start, or not the rank that saves
         if is_sharded(pl_module.policy.model):
             return  # to gather the parts takes all ranks, and each may be somewhere else now
         name, done = type(exception).__name__, pl_module.batches_done
@@ -92,7 +92,9 @@ class Checkpoints(Callback):
             log.warning("%s in the middle of step %d, which is lost: resume goes on before it", name, done)
             return
         try:
-            log.warning("%s after %d steps: saved %s", name, done, self._save(trainer, pl_module))
+            with saving():
+                saved = self._save(trainer, pl_module)
+            log.warning("%s after %d steps: saved %s", name, done, saved)
         except OSError as error:
             log.error("%s after %d steps, and the checkpoint could not be written: %s", name, done, error)
 

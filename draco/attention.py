@@ -23,9 +23,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from draco.logprobs import hidden_states
+from draco.logprobs import base_model, hidden_states
 
-__all__ = ["base_model", "leaks_across_rows", "pack_attention", "packed_inputs"]
+__all__ = ["leaks_across_rows", "pack_attention", "packed_inputs"]
 
 log = logging.getLogger("draco")
 
@@ -127,12 +127,6 @@ def packed_inputs(model: nn.Module, lengths: Sequence[int], device: torch.device
         # A 4-D mask is passed through as it is: no dense block-diagonal mask is built from the position ids.
         inputs |= {"attention_mask": torch.empty(1, 1, 0, 0, device=device), "packed_lengths": tuple(lengths)}
     return inputs
-
-
-def base_model(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if callable(get_base_model) else model
 
 
 def _attention(

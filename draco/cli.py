@@ -132,19 +132,15 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
         wandb = config.logger.get("wandb")
         if wandb and "group" in wandb and wandb.group is None:
             wandb.group = Path(output_dir).parent.name  # a sweep is a group
-    elif launched() > 1 and int(os.environ["RANK"]) and not config.resume:
-        with contextlib.suppress(OSError):  # Hydra made a folder for every process; the run is rank 0's
-            if Path(output_dir).resolve() != Path.cwd():
-                Path(output_dir).rmdir()
     if config.resume:
-        if Path(output_dir).resolve() != Path(config.resume).resolve():
+        if launched() == 1 and Path(output_dir).resolve() != Path(config.resume).resolve():
             with contextlib.suppress(OSError):  # Hydra made the folder that a new run would have had
                 Path(output_dir).rmdir()
         config = resume_config(Path(config.resume), config, overrides)
     launch_processes(config, overrides, sweeping=sweeping)  # does not return where the trainer wants several
     go_on = f"go on with: python train.py resume={config.run}"
     try:
-        summary = train(config, started)
+        summary = train(config, started, Path(output_dir))
     except Interrupted as stop:
         log.warning("%s: stopped; %s", stop, go_on)
         raise SystemExit(stop.status) from None

@@ -19,10 +19,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,12 @@ from torch import Tensor, nn
 
 from draco.errors import ConfigError, DracoError
 
+if TYPE_CHECKING:
+    from draco.watch import Watch
+
 __all__ = [
-    "all_reduce_sum", "barrier", "broadcast", "check_shared", "gather", "host_name", "joined", "launched", "main_only",
-    "merge_metrics", "rank", "world_size",
+    "all_reduce_sum", "alone", "barrier", "broadcast", "check_shared", "gather", "host_name", "joined", "launched",
+    "local_rank", "main_only", "merge_metrics", "rank", "saving", "world_size",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -42,16 +45,23 @@ log = logging.getLogger("draco")
 #: of the control group: longer than any run
 _FOREVER = timedelta(days=365)
 _control: dist.ProcessGroup | None = None
+_alone = False
+_watch: Watch | None = None
 
 
 def world_size() -> int:
-    """Processes of the run; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Processes of the run; 1 without a process group, and in `alone`."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _alone else 1
 
 
 def rank() -> int:
     """This process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def local_rank() -> int:
+    """This process on its machine; 0 without a process group."""
+    return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
 
 
 def host_name() -> str:
@@ -77,7 +87,7 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
         timeout_s: of a collective on the data plane.
         gpu: the data plane is NCCL.
     """
-    global _control
+    global _control, _watch
     if launched() == 1:
         yield
         return
@@ -88,6 +98,7 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
     _control = dist.new_group(backend="gloo", timeout=_FOREVER)
     watch = Watch.start(rank(), world_size(), broadcast)
+    _watch = watch
     level = log.level
     if rank():
         log.setLevel(logging.WARNING)  # rank 0 speaks
@@ -99,9 +110,25 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
         raise  # without leaving the group: a broken one would wait for its peers
     finally:
         log.setLevel(level)
-        _control = None
+        _control = _watch = None
     watch.close()
     dist.destroy_process_group()
+
+
+def saving() -> AbstractContextManager[Any]:
+    """A fault of another rank ends this process after the body, not in it. The body waits for no other rank."""
+    return nullcontext() if _watch is None else _watch.saving
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What rank 0 does in the body it does by itself: the others take part in nothing, and are waited for nowhere."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
 
 
 def barrier() -> None:

@@ -13,17 +13,16 @@ _LINEAR_ATTENTION = ("qwen3_next", "qwen3_5")
 _NEEDED = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 
 
-def require_kernels(model_type: str, *, gpu: bool) -> None:
-    """Refuse a hybrid model on a GPU that lacks its kernels.
+def require_kernels(model_type: str) -> None:
+    """Refuse a hybrid model that is to run on a GPU and lacks its kernels; a CPU has none and takes the slow path.
 
     Args:
         model_type: of the model's configuration.
-        gpu: it will run on one; a CPU has no such kernels and takes the slow path.
 
     Raises:
         ConfigError: kernels are missing; the message holds the command that installs them.
     """
-    if not gpu or not model_type.startswith(_LINEAR_ATTENTION):
+    if not model_type.startswith(_LINEAR_ATTENTION):
         return
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from draco.errors import ConfigError
 
-__all__ = ["check_head", "hidden_states", "output_head", "step_logprobs"]
+__all__ = ["base_model", "check_head", "hidden_states", "output_head", "step_logprobs"]
 
 #: Config fields by which models of transformers change their final logits, with the value that means "unchanged".
 _LOGIT_TRANSFORMS: tuple[tuple[str, float | None], ...] = (
@@ -251,7 +251,7 @@ def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     Raises:
         ConfigError: no head, a head with an adapter or a trainable one, or logits that the model transforms.
     """
-    base = _unwrap(model)
+    base = _causal(model)
     head = base.get_output_embeddings()
     if head is None:
         raise ConfigError(f"{type(base).__name__} has no output head: expected a causal language model")
@@ -298,7 +298,7 @@ def hidden_states(
         ConfigError: as `output_head`, or the model has no decoder.
     """
     output_head(model)  # a head that step_logprobs would get wrong is refused before any work
-    base = _unwrap(model)
+    base = _causal(model)
     decoder = base.get_decoder()
     if decoder is None or decoder is base:
         raise ConfigError(f"{type(base).__name__} names no decoder below its output head: expected a causal model")
@@ -331,15 +331,19 @@ def check_head(model: nn.Module) -> None:
     difference = float((own - ours).abs().max())
     if not difference <= tolerance:
         raise ConfigError(
-            f"{type(_unwrap(model)).__name__} changes its logits after the output head (log-probabilities differ by "
+            f"{type(_causal(model)).__name__} changes its logits after the output head (log-probabilities differ by "
             f"{difference:.3g} nats): the chunked log-probabilities do not support it; choose another model"
         )
 
 
-def _unwrap(model: nn.Module) -> Any:
+def base_model(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     get_base_model = getattr(model, "get_base_model", None)
-    base = get_base_model() if callable(get_base_model) else model
+    return get_base_model() if callable(get_base_model) else model
+
+
+def _causal(model: nn.Module) -> Any:
+    base = base_model(model)
     if not hasattr(base, "get_output_embeddings"):
         raise ConfigError(f"expected a causal language model of transformers, got {type(base).__name__}")
     return base

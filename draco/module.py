@@ -282,9 +282,7 @@ class GRPOModule(LightningModule):
             whole.add(part)
         ranks = len(parts)
         self.record.groups = sorted((g for part in groups for g in part), key=lambda g: g.index)
-        self.record.credits = [c for part in credits for c in part]
-        if ranks > 1:
-            self.record.credits.sort(key=lambda c: c.judgement.group.index)
+        self.record.credits = sorted((c for part in credits for c in part), key=lambda c: c.judgement.group.index)
         self.record.calls = [call for part in calls for call in part]
         self.record.metrics |= loss_metrics(whole, self.loss_options, grad_norm)
         self.record.metrics |= credit_metrics(self.record.credits)

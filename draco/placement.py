@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from draco.distributed import barrier, broadcast, launched, world_size
+from draco.distributed import barrier, launched, local_rank, main_only, world_size
 from draco.errors import ConfigError
 from draco.runchecks import check
 
@@ -173,8 +173,8 @@ def fetch_weights(config: DictConfig) -> None:
     from huggingface_hub import HfApi, snapshot_download
 
     revision = config.policy.get("revision")
-    commit = broadcast(HfApi().model_info(path, revision=revision).sha if int(os.environ["RANK"]) == 0 else None)
+    commit = main_only(lambda: HfApi().model_info(path, revision=revision).sha)
     OmegaConf.update(config, "policy.revision", commit, force_add=True)
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if local_rank() == 0:
         snapshot_download(path, revision=commit)
     barrier()

@@ -112,7 +112,7 @@ class Policy(nn.Module):
         try:
             with _quiet_loading():
                 if torch.cuda.is_available() and not gguf_file:
-                    require_kernels(AutoConfig.from_pretrained(folder, **options).model_type, gpu=True)
+                    require_kernels(AutoConfig.from_pretrained(folder, **options).model_type)
                 self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
                 if sharded:
                     base = _without_weights(folder, dtype, options)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.diskplan import plan_disk
-from draco.distributed import check_shared, main_only, rank, world_size
+from draco.distributed import alone, check_shared, main_only, rank, world_size
 from draco.errors import ConfigError, DracoError
 from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
@@ -109,65 +109,77 @@ def preflight(
     Raises:
         ConfigError: something does not work; names it.
     """
-    table = _Table()
-    parts: Any = None
-    policy: Any = None
-    loader: Any = None
     scratch = run / "preflight.tmp"
+    if rank():
+        with contextlib.suppress(DracoError):  # of all ranks alike: a row of rank 0's table
+            _folder(config, run, scratch)
+        return
+    table = _Table()
     try:
         with table.check("run folder") as said:
             said.append(_folder(config, run, scratch))
-        if rank():
-            return
-        with table.check("configuration") as said:
-            parts = build(config)
-            said.append(f"rubric={config.rubric.name} credit={config.credit.name} env={config.env.name}")
-        with table.check("environment") as said:
-            _need(parts)
-            said.append(_environment(parts, config.env.train_split))
-        with table.check("engine") as said:
-            _need(parts)
-            parts.engine.check()
-            said.append(f"{type(parts.engine).__name__}: what it needs is there (servers are tried by a run)")
-        calls: list[CallRecord] = []
-        rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
-        own = getattr(rubric, "asks_policy", False)
-        if not own:
-            with table.check("judge") as said:
-                _need(rubric)
-                calls = _judge(rubric, parts, config, said)
-        with table.check("policy and chat template") as said:
-            _need(parts)
-            parts.module.configure_model()
-            policy = parts.module.policy
-            said.append(f"{config.policy.path}; the template appends without rewriting")
-        with table.check("tasks") as said:
-            _need(policy)
-            loader, held_out = loaders(config, parts)
-            said.append(
-                f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}"
-            )
-        with table.check("disk") as said:
-            _need(loader)
-            longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-            said.append(plan_disk(run, policy, loader, config.checkpoint, longest, refuse=True).removeprefix("disk: "))
-        with table.check("adapter") as said:
-            _need(policy)
-            said.append(_adapter(policy, scratch))
-        if own:
-            with table.check("judge") as said:
-                _need(policy)
-                calls = _self_judge(rubric, parts, config, scratch, said)
-        with table.check("GPU kernels") as said:
-            said.append(_kernels())
-        if calls and loader is not None:
-            _bill(table, config, find_client(rubric), calls, loader)
+        with alone():
+            _try_parts(table, config, run, scratch, build, loaders)
     finally:
-        if not rank():
-            shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     table.show(Console())
     if failed := [name for name, passed, _ in table.rows if passed is False]:
         raise ConfigError(f"preflight: {', '.join(failed)} failed; see the table above")
+
+
+def _try_parts(
+    table: _Table,
+    config: DictConfig,
+    run: Path,
+    scratch: Path,
+    build: Callable[[DictConfig], Any],
+    loaders: Callable[[DictConfig, Any], Any],
+) -> None:
+    """Rows of what a run is made of, in the order in which it needs them."""
+    parts: Any = None
+    policy: Any = None
+    loader: Any = None
+    with table.check("configuration") as said:
+        parts = build(config)
+        said.append(f"rubric={config.rubric.name} credit={config.credit.name} env={config.env.name}")
+    with table.check("environment") as said:
+        _need(parts)
+        said.append(_environment(parts, config.env.train_split))
+    with table.check("engine") as said:
+        _need(parts)
+        parts.engine.check()
+        said.append(f"{type(parts.engine).__name__}: what it needs is there (servers are tried by a run)")
+    calls: list[CallRecord] = []
+    rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
+    own = getattr(rubric, "asks_policy", False)
+    if not own:
+        with table.check("judge") as said:
+            _need(rubric)
+            calls = _judge(rubric, parts, config, said)
+    with table.check("policy and chat template") as said:
+        _need(parts)
+        parts.module.configure_model()
+        policy = parts.module.policy
+        said.append(f"{config.policy.path}; the template appends without rewriting")
+    with table.check("tasks") as said:
+        _need(policy)
+        loader, held_out = loaders(config, parts)
+        said.append(f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}")
+    with table.check("disk") as said:
+        _need(loader)
+        longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
+        said.append(plan_disk(run, policy, loader, config.checkpoint, longest, refuse=True).removeprefix("disk: "))
+    with table.check("adapter") as said:
+        _need(policy)
+        said.append(_adapter(policy, scratch))
+    if own:
+        with table.check("judge") as said:
+            _need(policy)
+            calls = _self_judge(rubric, parts, config, scratch, said)
+    with table.check("GPU kernels") as said:
+        said.append(_kernels())
+    if calls and loader is not None:
+        _bill(table, config, find_client(rubric), calls, loader)
 
 
 def find_client(rubric: Any) -> JudgeClient | None:

@@ -135,12 +135,13 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
     return Parts(environment, evaluator, engine, module, callbacks)
 
 
-def train(config: DictConfig, started: float | None = None) -> dict[str, Any]:
+def train(config: DictConfig, started: float | None = None, made: Path | None = None) -> dict[str, Any]:
     """Run the whole job and return the content of summary.json.
 
     Args:
         config: composed configuration.
         started: when the job began, `time.time()`; the caller's imports then count in `wall_s`.
+        made: folder that Hydra has made for this process; of several processes the run is in rank 0's.
 
     Raises:
         ConfigError: something cannot work, or another process uses the run folder.
@@ -156,6 +157,10 @@ def train(config: DictConfig, started: float | None = None) -> dict[str, Any]:
         with listening(), joined(config.distributed.timeout_s, gpu=on_gpu(config)):
             run = Path(broadcast(config.run))
             config.run = str(run)
+            if made is not None and made.resolve() not in (run.resolve(), Path.cwd()):
+                # Not before: to take a folder away while another rank's Hydra makes it would be an error there.
+                with suppress(OSError):
+                    made.rmdir()
             with locked(run) if rank() == 0 else nullcontext():
                 try:
                     if not config.get("preflight"):
@@ -179,7 +184,7 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
     resume, state, past = main_only(lambda: _open(config, run))
     check_shared(run)
     if past is not None:
-        return past
+        return {} if rank() else past  # rank 0 shows it
     step: int = state["step"]
     if config.resume and config.callbacks.get("checkpoint"):
         config.callbacks.checkpoint.resume = str(resume) if resume else None

@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,6 @@ def locked(run: Path) -> Iterator[None]:
     Raises:
         ConfigError: a live process has it.
     """
-    run.mkdir(parents=True, exist_ok=True)
     path = run / _LOCK
     descriptor = _acquire(run, path)
     try:
@@ -80,7 +79,11 @@ def locked(run: Path) -> Iterator[None]:
 
 def _acquire(run: Path, path: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # the job before has just taken its empty folder away
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -89,9 +92,9 @@ def _acquire(run: Path, path: Path) -> int:
             raise ConfigError(f"{run} is in use by process {owner}; wait for it to end, or stop it") from None
         except OSError as error:  # a file system without locks
             log.warning("%s cannot be locked (%s): do not start a second job on it", run, error.strerror)
-        # Its last owner may have removed the file between our open and our lock.
-        if path.exists() and os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-            return descriptor
+        with suppress(FileNotFoundError):  # its last owner may have removed the file between our open and our lock
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
         os.close(descriptor)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draco.errors import ConfigError
+from draco.logprobs import base_model
 from draco.packing import Row
 
 __all__ = [
@@ -103,7 +104,7 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has been at work."""
-    return isinstance(_base(model), FSDPModule)
+    return isinstance(base_model(model), FSDPModule)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, folder: Path | None, device: torch.device) -> None:
@@ -120,7 +121,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, folder: Path | None, device: to
     Raises:
         ConfigError: files or tensors are missing or of another shape.
     """
-    base = _base(model)
+    base = base_model(model)
     dtypes = {p.dtype for p in base.parameters() if not p.requires_grad}
     low = {d for d in dtypes if d.itemsize < 4}
     policy = MixedPrecisionPolicy(param_dtype=min(low, key=str), reduce_dtype=torch.float32) if low else None
@@ -157,7 +158,7 @@ def _layers(base: nn.Module) -> Sequence[nn.Module]:
 
 def whole_call(model: nn.Module, work: Callable[[], T]) -> T:
     """Run `work` with embedding, norm and head of a sharded model whole; of any other model just run it."""
-    base = _base(model)
+    base = base_model(model)
     return cast(T, cast(Any, base).draco_call(work)) if isinstance(base, FSDPModule) else work()
 
 
@@ -170,7 +171,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     if not is_sharded(model):
         yield
         return
-    units = [m for m in _base(model).modules() if isinstance(m, FSDPModule)]
+    units = [m for m in base_model(model).modules() if isinstance(m, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -292,8 +293,3 @@ def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, l
     if any(len(b) > 1 and s > limit for b, s in zip(bins, sizes, strict=True)):
         bins = [list(m) for m in micros] + [[] for _ in range(count - len(micros))]
     return [tuple(b) for b in sorted(bins, key=lambda b: -sum(r.length for r in b))]
-
-
-def _base(model: nn.Module) -> Any:
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if callable(get_base_model) else model

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from draco.errors import ConfigError, DracoError
+from draco.errors import ConfigError, DracoError, TrainingStopped
 
 __all__ = ["Watch", "status_of"]
 
@@ -30,6 +30,9 @@ log = logging.getLogger("draco")
 
 _BEAT_S = 1.0  #: seconds between heartbeats
 _SILENCE_S = 40.0  #: a rank that has not beaten for so long is taken for dead
+_GRACE_S = 10.0  #: rank 0 is given to come to what may be the end of all ranks alike
+_SAVE_S = 300.0  #: a save is given
+_LEAVE_S = 20.0  #: rank 0 holds the store for the others
 _FIRST = "fault"  #: key of the first fault
 
 
@@ -45,6 +48,7 @@ class Watch:
     def __init__(self, rank: int, world: int, store: Any, host: str) -> None:
         self.rank, self.world, self.store, self.host = rank, world, store, host
         self._ended, self._ending = threading.Event(), threading.Lock()
+        self.saving = threading.Lock()  #: held by the main thread: the process does not end before it lets go
         self._peers: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._run, name="draco-watch", daemon=True)
 
@@ -75,7 +79,7 @@ class Watch:
         """All ranks are through: end the watch."""
         self._ended.set()
         self._thread.join()
-        self._leave(patience_s=20)
+        self._leave()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others. Ends the process instead where this error is but the echo of another rank's fault."""
@@ -91,6 +95,11 @@ class Watch:
             else:
                 if first is not None:
                     self._end(first)
+        elif isinstance(error, ConfigError | TrainingStopped) and self.rank:
+            # Ranks check alike, and rank 0 tidies up or saves: it must not be ended by what it is about to find itself.
+            until = time.monotonic() + _GRACE_S
+            while time.monotonic() < until and self._first() is None:
+                time.sleep(0.2)
         message = f"{type(error).__name__}: {error}" if not isinstance(error, DracoError) else str(error)
         first = self._tell({"rank": self.rank, "message": message, "status": status_of(error)})
         self._ended.set()
@@ -98,11 +107,15 @@ class Watch:
             self._end(first)
         self._leave()
 
-    def _leave(self, patience_s: float = 5.0) -> None:
-        """Let go of the store. Rank 0 holds it until the others have read what is in it, or are dead."""
+    def _leave(self, without: int = -1) -> None:
+        """Let go of the store. Rank 0 holds it until the others have read what is in it.
+
+        Args:
+            without: a rank that needs nothing of it any more: it may be dead.
+        """
         try:
             self.store.set(f"gone/{self.rank}", "1")
-            names, until = [f"gone/{r}" for r in range(self.world)], time.monotonic() + patience_s
+            names, until = [f"gone/{r}" for r in range(self.world) if r != without], time.monotonic() + _LEAVE_S
             while self.rank == 0 and time.monotonic() < until and not self.store.check(names):
                 time.sleep(0.1)
         except Exception as error:
@@ -138,7 +151,8 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
-        self._leave()
+        self.saving.acquire(timeout=_SAVE_S)
+        self._leave(without=fault["rank"])
         os._exit(fault["status"] or 1)
 
     def _run(self) -> None:

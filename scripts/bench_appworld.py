@@ -3,8 +3,8 @@
     python scripts/bench_appworld.py                     96 episodes on the miniature tasks
     python scripts/bench_appworld.py episodes=24 data=.appworld split=train
 
-Options (key=value): episodes (96), executes (5 an episode for the first 20), python, data, split, at_once (openings at
-a time: the number of cores). Memory is PSS: shared pages count once over all processes, the fork server included. Wall
+Options: episodes (96), executes (5 an episode for the first 20), python, data, split, at_once (openings at a time: the
+number of cores). Memory is PSS: shared pages count once over all processes, the fork server included. Wall
 times are those of this machine at this moment; CPU times say more on a busy one.
 """
 
@@ -12,25 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
 
-from omegaconf import OmegaConf
-
+from draco.arguments import parse, run_main, whole
 from draco.env.appworld.client import ServerOptions
 from draco.env.appworld.data import Roots
 from draco.env.appworld.pool import Pool, Slot
-from draco.errors import DracoError
+from draco.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-DEFAULTS = {
-    "episodes": 96, "executes": 5, "split": "train", "at_once": os.cpu_count() or 1,
-    "python": os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python")),
-    "data": os.environ.get("DRACO_APPWORLD_DATA", str(ROOT / ".appworld-mini")),
-}  # fmt: skip
+PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))
+DATA = os.environ.get("DRACO_APPWORLD_DATA", str(ROOT / ".appworld-mini"))
+OPTIONS = ("at_once", "data", "episodes", "executes", "python", "split")
 CODE = "print(apis.supervisor.show_profile())"
 
 
@@ -48,17 +43,17 @@ def cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(given: dict[str, Any]) -> None:
-    roots = Roots.at(str(given["data"]))
-    tasks = [t.id for t in roots.tasks(str(given["split"]))]
+async def measure(roots: Roots, python: str, split: str, *, episodes: int, executes: int, at_once: int) -> None:
+    tasks = [t.id for t in roots.tasks(split)]
     layers = ("limits", "landlock", "seccomp")
-    options = ServerOptions(str(given["python"]), str(roots.rollout), "rollout", require=layers)
-    pool = Pool(options, places=int(given["episodes"]), open_s=600, execute_s=600)
+    pool = Pool(
+        ServerOptions(python, str(roots.rollout), "rollout", require=layers), places=episodes, open_s=600, execute_s=600
+    )
     started = perf_counter()
     first = await pool.open(tasks[0])  # starts the server
     print(f"server: {perf_counter() - started:.1f} s to start, {cpu(first.server.pid):.1f} s of CPU")
     await pool.close(first)
-    turn = asyncio.Semaphore(int(given["at_once"]))
+    turn = asyncio.Semaphore(at_once)
 
     async def open_one(task: str) -> tuple[Slot, float]:
         async with turn:
@@ -66,17 +61,17 @@ async def measure(given: dict[str, Any]) -> None:
             slot = await pool.open(task)
             return slot, perf_counter() - started
 
-    names = [tasks[i % len(tasks)] for i in range(int(given["episodes"]))]
+    names = [tasks[i % len(tasks)] for i in range(episodes)]
     opened = await asyncio.gather(*(open_one(name) for name in names))
     slots = [slot for slot, _ in opened]
     pids = (await slots[0].server.request("ping"))["pids"]
     print(
         f"fork + initialise: {median(s for _, s in opened):.3f} s median, "
-        f"{median(cpu(p) for p in pids.values()):.3f} s of CPU, {given['at_once']} at a time"
+        f"{median(cpu(p) for p in pids.values()):.3f} s of CPU, {at_once} at a time"
     )
     ours, whole = [], []
     for slot in slots[:20]:
-        for _ in range(int(given["executes"])):
+        for _ in range(executes):
             started = perf_counter()
             done = await pool.execute(slot, CODE)
             whole.append(perf_counter() - started)
@@ -92,14 +87,21 @@ async def measure(given: dict[str, Any]) -> None:
     await pool.stop()
 
 
-if __name__ == "__main__":
-    options: dict[str, Any] = DEFAULTS | cast(
-        "dict[str, Any]", OmegaConf.to_container(OmegaConf.from_dotlist(sys.argv[1:]))
+def main(arguments: list[str]) -> None:
+    words, given = parse(arguments, OPTIONS)
+    if words:
+        raise ConfigError(f"{words[0]!r} is no option; expected {', '.join(f'{name}=…' for name in OPTIONS)}")
+    asyncio.run(
+        measure(
+            Roots.at(given.get("data", DATA)),
+            given.get("python", PYTHON),
+            given.get("split", "train"),
+            episodes=whole(given, "episodes", 96, 1),
+            executes=whole(given, "executes", 5, 1),
+            at_once=whole(given, "at_once", os.cpu_count() or 1, 1),
+        )
     )
-    try:
-        if wrong := sorted(options.keys() - DEFAULTS.keys()):
-            raise SystemExit(f"error: unknown option {', '.join(wrong)}; expected {', '.join(sorted(DEFAULTS))}")
-        asyncio.run(measure(options))
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_main(main)

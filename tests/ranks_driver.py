@@ -7,6 +7,7 @@ FOLDER/NAME.RANK.log; a JSON list of [exit statuses, seconds from the first rank
 printed. A fault:
 
     {"rank": 1, "step": 2, "kind": "raise" | "kill" | "slow" | "elsewhere"}
+    {"step": 2, "kind": "guard"}        on every rank, and rank 0 saves slowly
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.rollout import AgentRollout
+from draco import checkpoint
 from draco.archive import read_table, read_trajectories
+from draco.errors import TrainingStopped
 from draco.stages import RubricStage
 from draco.types import Group, Judgement, TaskBatch
 
@@ -73,6 +76,10 @@ class Rewards(RubricStage):
 
 def strike(step: int) -> None:
     fault = json.loads(os.environ.get("DRACO_FAULT", "{}"))
+    if fault.get("step") == step and fault["kind"] == "guard":
+        save = checkpoint.save
+        checkpoint.save = lambda *a: (time.sleep(3), save(*a))[1]  # type: ignore[assignment,return-value]
+        raise TrainingStopped("three steps in a row")
     if fault.get("step") != step or str(fault.get("rank")) != os.environ.get("RANK"):
         return
     if fault["kind"] == "raise":

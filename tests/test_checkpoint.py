@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from callbacks.checkpoint import Checkpoints
 from draco import checkpoint
-from draco.errors import AdapterError, ConfigError
+from draco.checkpoint import checkpoints, rng_state
+from draco.errors import AdapterError, ConfigError, TrainingStopped
+from draco.module import GRPOModule
 from draco.policy import Policy
 
 TINY = "pkg://draco.policies.tiny"
@@ -179,3 +184,23 @@ def test_a_missing_model_is_one_clear_line(path: str) -> None:
     with pytest.raises(ConfigError, match=r"policy\.path=") as caught:
         Policy(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_rank_that_saves_says_so(
+    rank: int,
+    tmp_path: Path,
+    new_policy: Callable[[], Policy],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("callbacks.checkpoint.rank", lambda: rank)
+    module = GRPOModule(new_policy, torch.optim.AdamW)
+    module.policy, module.batches_done = new_policy(), 3
+    trainer: Any = SimpleNamespace(
+        optimizers=[module.configure_optimizers()], train_dataloader=SimpleNamespace(steps_per_epoch=9, steps=9)
+    )
+    saving = Checkpoints(str(tmp_path))
+    saving._taken = (3, {"world_size": 1, "stages": {}}, rng_state(), [])
+    saving.on_exception(trainer, module, TrainingStopped("a guard"))
+    assert ("saved" in caplog.text) is bool(checkpoints(tmp_path)) is (rank == 0)

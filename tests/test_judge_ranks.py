@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chatty import save_chat_model
 from loopback_judge import Answer, LoopbackJudge
 from test_run import rows_of, same
 
@@ -43,11 +44,11 @@ def judge() -> Iterator[Judge]:
         yield made
 
 
-def run(folder: Path, jobs: list[dict[str, Any]]) -> list[tuple[list[int], str]]:
+def run(folder: Path, jobs: list[dict[str, Any]], within_s: float = 600) -> list[tuple[list[int], str]]:
     """Exit statuses of the ranks and everything they said, a job."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), str(folder)],
-        input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, timeout=600,
+        input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, timeout=within_s,
         env={
             **os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "key-12345678",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
@@ -152,3 +153,19 @@ def test_a_preflight_of_several_ranks(judge: Judge, tmp_path: Path) -> None:
     assert "seen by 2 process(es)" in said
     assert "call: attribute" in said
     assert not (tmp_path / "pf").exists()
+
+
+def test_a_preflight_of_several_ranks_tries_its_self_judge_alone(tmp_path: Path) -> None:
+    """The policy's servers are rank 0's: to agree on their ports with ranks that wait elsewhere would never end."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no vllm here >&2\nexit 3\n")
+    python.chmod(0o755)
+    overrides = [
+        "trainer=ddp", "trainer.accelerator=cpu", "policy=hf", f"policy.path={save_chat_model(tmp_path / 'model')}",
+        "policy.dtype=float32", "rubric=self_judge", "engine=vllm", f"engine.python={python}", "run=pf",
+        "preflight=true", "limits.max_response_tokens=4000",
+    ]  # fmt: skip
+    ((codes, said),) = run(tmp_path, [{"name": "pf", "ranks": 2, "overrides": overrides}], within_s=240)
+    assert 0 not in codes
+    assert "preflight: judge failed" in said
+    assert "no vllm here" in said

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sqlite3
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,21 @@ SECRET = b"0123456789abcdef"
 
 def stored(reply: str = "r") -> Stored:
     return Stored(reply, "m", "m-1", "fp", "ok", 10, 5, 2, None, 0.5)
+
+
+def test_a_database_is_whole_before_other_ranks_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They open it to read it at the same moment: of two that begin one SQLite locks one out, without waiting."""
+    seen: list[list[str]] = []
+
+    class Watched(sqlite3.Connection):
+        def executescript(self, script: str) -> sqlite3.Cursor:
+            seen.append([p.name for p in tmp_path.glob("rank=*.sqlite")])
+            return super().executescript(script)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Watched))
+    Store(tmp_path, 3).close()
+    assert seen[0] == []
+    assert [p.name for p in tmp_path.iterdir()] == ["rank=0003.sqlite"]
 
 
 def judged(

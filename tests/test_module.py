@@ -251,6 +251,8 @@ def test_gradient_does_not_depend_on_arrival(new_policy: Callable[[], Policy]) -
     assert torch.equal(gradients(prepared(new_policy), credits[::-1]), expected)  # batch order: to the bit
     arrival = prepared(new_policy, update=UpdateOptions(order="arrival"))
     assert relative(gradients(arrival, credits[::-1]), expected) < 1e-6
+    assert arrival.record is not None
+    assert arrival.record.credits == batch.record.credits == credits  # as archive and metrics see them
 
 
 def zeroed(credit: Credit) -> Credit:

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from draco import healthcheck, kernels
+from draco import healthcheck, kernels, preflight
 from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
 from draco.interrupt import Interrupted
 from draco.placement import launch_processes, nearest, place, processes, say_shares, sharded
@@ -28,17 +28,24 @@ def composed(*overrides: str) -> DictConfig:
     [
         ("cpu", (1, 1, False)),
         ("gpu", (1, 1, False)),
-        ("ddp", (1, 1, False)),
-        ("fsdp", (1, 1, True)),
+        ("ddp", (4, 1, False)),
+        ("fsdp", (4, 1, True)),
         ("fsdp_8gpu", (8, 1, True)),
-        ("ddp_multinode", (0, 2, False)),
-        ("fsdp_multinode", (0, 2, True)),
+        ("ddp_multinode", (4, 2, False)),
+        ("fsdp_multinode", (4, 2, True)),
     ],
 )
-def test_trainers_say_what_they_want(trainer: str, expected: tuple[int, int, bool]) -> None:
+def test_trainers_say_what_they_want(
+    trainer: str, expected: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     config = composed(f"trainer={trainer}")
-    local, nodes = processes(config)
-    assert (local, nodes, sharded(config)) == expected  # 0: no GPU here
+    assert (*processes(config), sharded(config)) == expected
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    if trainer in ("ddp", "fsdp"):  # as many as there are, and without GPUs one
+        assert processes(config) == (1, 1)
 
 
 def test_several_machines_need_torchrun() -> None:
@@ -131,11 +138,10 @@ def test_uneven_shares_are_said_with_the_nearest_even_ones(caplog: pytest.LogCap
 def test_a_hybrid_model_needs_its_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"flash-linear-attention and causal-conv1d .*pip install .*draco\[gpu\]"):
-        kernels.require_kernels("qwen3_5_text", gpu=True)
-    kernels.require_kernels("qwen3_5_text", gpu=False)
-    kernels.require_kernels("qwen2", gpu=True)
+        kernels.require_kernels("qwen3_5_text")
+    kernels.require_kernels("qwen2")
     monkeypatch.setattr(kernels, "find_spec", lambda name: object())
-    kernels.require_kernels("qwen3_5", gpu=True)
+    kernels.require_kernels("qwen3_5")
 
 
 def test_exit_statuses_are_those_of_the_command_line() -> None:
@@ -154,6 +160,19 @@ def test_the_health_check_looks_for_the_job_and_the_disk(tmp_path: Path) -> None
     assert "takes no files" in healthcheck.healthy(proc, tmp_path / "none")
 
 
+def test_a_rank_hides_no_fault_of_its_own_in_a_preflight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What all ranks are told is a row of rank 0's table; a fault of one rank alone must reach the others."""
+    monkeypatch.setattr(preflight, "rank", lambda: 1)
+
+    def try_it(fault: Exception) -> None:
+        monkeypatch.setattr(preflight, "_folder", lambda *_: (_ for _ in ()).throw(fault))
+        preflight.preflight(composed(), tmp_path, pytest.fail, pytest.fail)
+
+    try_it(ConfigError("not shared"))
+    with pytest.raises(PermissionError):
+        try_it(PermissionError("of this machine"))
+
+
 def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
@@ -169,11 +188,10 @@ def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda p, revision: fetched.append((p, revision)))
     monkeypatch.setattr(placement, "world_size", lambda: 2)
     monkeypatch.setattr(placement, "barrier", lambda: None)
-    monkeypatch.setattr(placement, "broadcast", lambda value: value or "commit of v1")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     for rank, local in ((0, 0), (1, 1), (2, 0)):  # two on one node, one on another
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(local))
+        monkeypatch.setattr(placement, "main_only", lambda work, rank=rank: "commit of v1" if rank else work())
+        monkeypatch.setattr(placement, "local_rank", lambda local=local: local)
         config = composed("policy=hf", "policy.path=owner/model", "policy.revision=v1")
         placement.fetch_weights(config)
         assert config.policy.revision == "commit of v1"

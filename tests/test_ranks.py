@@ -59,6 +59,14 @@ JOBS: list[dict[str, Any]] = [
         "name": "slow", "ranks": 2, "overrides": [*FAULT, "steps=2", "run=slow"],
         "fault": {"rank": 1, "step": 1, "kind": "slow", "seconds": 20},
     },
+    {
+        "name": "guard", "ranks": 2, "overrides": [*FAULT, "checkpoint.save_every=50", "run=guard"],
+        "fault": {"step": 2, "kind": "guard"},
+    },
+    {
+        "name": "refused", "ranks": 2,
+        "overrides": ["trainer=ddp", "trainer.accelerator=cpu", "engine=vllm", "engine.python=none", "run=refused"],
+    },
     {"name": "apart", "ranks": 2, "overrides": [*DDP, "run=apart"], "fault": {"rank": 1, "kind": "elsewhere"}},
 ]  # fmt: skip
 
@@ -178,3 +186,19 @@ def test_a_run_folder_that_is_not_shared_is_refused(ran: Any) -> None:
     logs = said(folder, "apart", 0) + said(folder, "apart", 1)
     assert "is not shared" in logs
     assert "set run= to a folder on a file system that all nodes mount" in logs
+
+
+def test_what_all_ranks_refuse_rank_0_says_and_nothing_is_left(ran: Any) -> None:
+    folder, results = ran
+    assert results["refused"][0] == [2, 2]
+    assert said(folder, "refused", 0).startswith("error: engine.python=none: no such interpreter")
+    assert "because rank 0 on" in said(folder, "refused", 1)
+    assert not (folder / "refused").exists()
+
+
+def test_a_guard_of_all_ranks_leaves_rank_0_the_time_to_save(ran: Any) -> None:
+    folder, results = ran
+    assert 0 not in results["guard"][0]
+    assert [c.name for c in checkpoints(folder / "guard")] == ["step=000002"]
+    assert "saved guard/checkpoints/step=000002" in said(folder, "guard", 0)
+    assert "because rank 0 on" in said(folder, "guard", 1)

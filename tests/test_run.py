@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
 from safetensors.torch import load_file
 
 from callbacks.credit.step import StepLevelCredit
@@ -35,6 +37,7 @@ from draco.env.base import Evaluator, Outcome
 from draco.errors import ConfigError, TrainingStopped
 from draco.interrupt import Interrupted
 from draco.judge.client import JudgeClient
+from draco.run import _train
 from draco.run import train as run_job
 from draco.runfolder import resume_config
 from draco.types import Credit, Judgement, Task
@@ -511,11 +514,52 @@ def test_a_sweep_is_one_wandb_group(
     options: tuple[str, ...], group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("draco.run.train", lambda config, started: seen.append(config.logger.wandb.group))
+    monkeypatch.setattr("draco.run.train", lambda config, *_: seen.append(config.logger.wandb.group))
     with initialize_config_module("conf", version_base="1.3"):
         config = compose("train", ["logger=wandb", *options])
     _job(config, [], str(tmp_path / "big" / "0-dynamic-step-s0"), sweeping=True)
     assert seen == [group]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_rank_removes_what_its_hydra_made_when_all_ranks_are_past_theirs(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra's mkdir fails in the moment in which another rank takes the same folder away."""
+    run, made = tmp_path / "first", tmp_path / "second"  # rank 0 started in another second
+    run.mkdir()
+    (run / "config.yaml").touch()
+    made.mkdir()
+    there: list[bool] = []
+
+    @contextmanager
+    def joined(*_: object, **__: object) -> Iterator[None]:
+        there.append(made.is_dir())
+        yield
+
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("draco.run.joined", joined)
+    monkeypatch.setattr("draco.run.rank", lambda: 1)
+    monkeypatch.setattr("draco.run.broadcast", lambda _: str(run))
+    monkeypatch.setattr("draco.run._train", lambda *_: there.append(made.is_dir()) or {})
+    GlobalHydra.instance().clear()
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose("train", ["trainer=ddp", "trainer.accelerator=cpu", f"run={made}"])
+    if resumed:
+        config.resume = str(run)
+        monkeypatch.setattr("draco.runfolder.resume_config", lambda folder, given, _: given)
+    _job(config, [], str(made), sweeping=False)
+    assert there == [True, False]
+    assert run.is_dir()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_table_of_a_finished_run_is_shown_once(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = {"setting": "dynamic+step"}
+    monkeypatch.setattr("draco.run.rank", lambda: rank)
+    monkeypatch.setattr("draco.run.main_only", lambda _: (None, {"step": 3}, summary))
+    assert _train(DictConfig({}), tmp_path, 0.0) == ({} if rank else summary)
 
 
 def test_wandb_offline_stays_in_the_run_folder(tmp_path: Path) -> None:

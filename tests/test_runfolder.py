@@ -40,6 +40,24 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path, caplog: pytest
     assert "took over the lock of process 12 on there since yesterday" in caplog.text
 
 
+def test_a_job_that_just_ended_may_take_lock_and_folder_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    opened, takes = os.open, ["the folder", "the lock"]
+
+    def open_(path: Path, *arguments: int) -> int:
+        if takes[:1] == ["the folder"]:
+            takes.pop(0)
+            run.rmdir()  # between our mkdir and our open
+        descriptor = opened(path, *arguments)
+        if takes and takes.pop(0):
+            path.unlink()  # between our open and our look at it
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_)
+    with locked(run):
+        assert [p.name for p in run.iterdir()] == ["lock"]
+
+
 def test_what_a_very_early_kill_leaves_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     (tmp_path / "config.yaml.tmp").touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -397,6 +398,30 @@ def test_an_adapter_appears_complete_or_not_at_all(
     assert not AdapterStore(tmp_path / "b").publish(Policy(TINY)).trained
 
 
+def test_two_machines_may_prune_one_folder(policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"draco-v{version:06d}-0" for version in range(4)]
+    for at, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, ns=(at, at))
+    glob, stat = Path.glob, Path.stat
+
+    def listed(self: Path, pattern: str) -> Iterator[Path]:
+        found = list(glob(self, pattern))
+        (tmp_path / names[0]).rmdir()  # by the other one, after it was listed here
+        return iter(found)
+
+    def seen(self: Path, **options: bool) -> os.stat_result:
+        found = stat(self, **options)
+        if self.name == names[1]:
+            self.rmdir()  # and this one after it was looked at
+        return found
+
+    monkeypatch.setattr(Path, "glob", listed)
+    monkeypatch.setattr(Path, "stat", seen)
+    current = AdapterStore(tmp_path).publish(policy)
+    assert sorted(f.name for f in tmp_path.iterdir()) == sorted([names[-1], current.name])
+
+
 def test_qwen3_5_weights_get_the_names_of_the_served_class() -> None:
     one = torch.zeros(1)
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -528,6 +553,18 @@ def test_servers_sleep_while_the_trainer_updates(
     )  # fmt: skip
     assert seen == [("judge", False), ("update", True)] * 2
     assert server.order.count("/wake_up") == 2  # it was awake at first; the last time for the evaluation
+
+
+def test_a_server_that_nobody_wakes_is_not_waited_for_for_ever(
+    start: Callable[..., FakeVllm], opened: Callable[..., tuple[VllmEngine, Policy]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rank that should, the request failed; the others go on, and a request of theirs says what is wrong."""
+    server = start()
+    engine, _ = opened(server, sleep=True)
+    server.asleep, engine.request_timeout_s = True, 0.3
+    monkeypatch.setattr("draco.engine.vllm.engine.local_rank", lambda: 1)
+    engine._wait(asyncio.wait_for(engine._wake_all(), 20))
+    assert server.asleep
 
 
 # --- the policy as judge ----------------------------------------------------------------------------------------------

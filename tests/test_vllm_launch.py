@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from draco.distributed import alone
 from draco.engine.vllm import Launch, VllmEngine, guard
 from draco.engine.vllm import launch as launching
 from draco.engine.vllm.launch import Launched
@@ -125,34 +126,14 @@ def test_missing_environment_names_the_script(policy: Policy, tmp_path: Path) ->
         engine.open(policy, tmp_path / "run", temperature=1.0)
 
 
-def test_ranks_share_ports_and_only_the_first_starts_servers(
+def test_ranks_of_a_machine_agree_on_ports_and_key_and_the_first_starts_servers(
     policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(Launched, "_start", lambda self, index, command, environment: started.append(index))
-    monkeypatch.setenv("VLLM_API_KEY", "k")
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", launching._PORTS):
-        monkeypatch.delenv(name, raising=False)
-
-    def launched(launch: Launch) -> list[str]:
-        return Launched(
-            launch, sys.executable, policy, lengths=100, logs=tmp_path, key_variable="VLLM_API_KEY", threads=None
-        ).urls
-
-    urls = launched(Launch(count=2))
-    assert len(set(urls)) == 2
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launched(Launch(count=2)) == urls
-    assert started == [0, 1]
-    monkeypatch.delenv(launching._PORTS)
-    with pytest.raises(ConfigError, match=r"engine\.launch\.port must be set under torchrun"):
-        launched(Launch(count=2))
-    assert launched(Launch(count=2, port=8100)) == ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]
-
-
-def test_ranks_of_a_machine_agree_on_ports_and_key_without_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines of two ranks each: what their first ranks choose comes to the second ones."""
-    monkeypatch.setattr(Launched, "_start", lambda self, index, command, environment: None)
+    started: list[tuple[int, Path]] = []
+    monkeypatch.setattr(Launched, "_start", lambda self, index, *_: started.append((index, self._log(index))))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     monkeypatch.setenv("VLLM_API_KEY", "")  # put back afterwards
     told: list[tuple[str, Any]] = []
 
@@ -161,16 +142,38 @@ def test_ranks_of_a_machine_agree_on_ports_and_key_without_being_told(monkeypatc
         return [("9", ([1], "of another machine")), *told]
 
     monkeypatch.setattr(launching, "gather", gather)
+
+    def launched(launch: Launch) -> tuple[list[str], str]:
+        made = Launched(
+            launch, sys.executable, policy, lengths=100, logs=tmp_path, key_variable="VLLM_API_KEY", threads=None
+        )
+        return made.urls, os.environ["VLLM_API_KEY"]
+
     found = []
-    for node, rank in (("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")):
-        monkeypatch.setenv("GROUP_RANK", node)
+    for machine, rank in (("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")):
+        monkeypatch.setenv("GROUP_RANK", machine)
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.delenv("VLLM_API_KEY", raising=False)
-        found.append((launching._agreed(Launch(count=2), "VLLM_API_KEY"), os.environ["VLLM_API_KEY"]))
+        found.append(launched(Launch(count=2)))
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0][1] != found[2][1]
     assert len(set(found[0][0])) == 2
+    # One folder for all machines, a file for each server.
+    assert started == [(i, tmp_path / name) for i, name in [(0, "0.log"), (1, "1.log"), (0, "1-0.log"), (1, "1-1.log")]]
+    told.clear()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert launched(Launch(count=2, port=8100))[0] == ["http://127.0.0.1:8100", "http://127.0.0.1:8101"]
+
+
+def test_a_rank_that_works_alone_starts_servers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preflight: the other ranks are no part of it, and what tells them would wait for them for ever."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", lambda *_, **__: pytest.fail("waits for the others"))
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    with alone():
+        assert len(launching._agreed(Launch(count=2), "VLLM_API_KEY")) == 2
 
 
 @pytest.mark.parametrize(

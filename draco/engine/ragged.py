@@ -22,7 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from draco.attention import base_model, leaks_across_rows
+from draco.attention import leaks_across_rows
+from draco.logprobs import base_model
 
 __all__ = ["RaggedBatch", "RaggedCache", "decodes_ragged", "ragged_attention"]
 

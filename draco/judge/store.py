@@ -101,6 +101,11 @@ class Store:
     def __init__(self, folder: Path, rank: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank={rank:04d}.sqlite"
+        if not self.path.is_file():
+            made = self.path.with_suffix(".tmp")
+            made.unlink(missing_ok=True)
+            _open(made).close()
+            made.rename(self.path)  # whole or not there: the other ranks look for it now, and two cannot begin one
         self._own = _open(self.path)
         self._others = [_open(p) for p in sorted(folder.glob("rank=*.sqlite")) if p != self.path]
 

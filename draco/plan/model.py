@@ -132,9 +132,9 @@ def size_of_model(model: nn.Module, config: Any, rank: int) -> ModelSize:
 
 
 def layer_shards(model: nn.Module, ranks: int) -> list[dict[str, int]]:
-    """Bytes that each rank of `ranks` holds of a meta model after `draco.sharding.shard`: exact, from a fake group.
+    """Bytes that each rank of `ranks` holds of a meta model after `draco.sharding.shard`: exact, counted by shapes.
 
-    The model is cut as rank 0 sees it; FSDP's cut of rows is the same function of the rank everywhere.
+    FSDP gives rank r the r-th of `ranks` blocks of ⌈rows / ranks⌉ rows of every parameter; the last ones may be short.
     """
     rows: list[dict[str, int]] = []
     for number in range(ranks):

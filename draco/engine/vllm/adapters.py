@@ -7,6 +7,7 @@ complete and not before (written beside it, then renamed); the last two stay.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -86,8 +87,11 @@ class AdapterStore:
 
     def _prune(self, current: Adapter) -> None:
         """Keep the newest two: a server may still be reading the one before."""
-        older = [f for f in self.folder.glob(PREFIX + "*") if f.is_dir() and f != current.folder]
-        for folder in sorted(older, key=lambda f: f.stat().st_mtime_ns)[: -(KEPT - 1)]:
+        older: list[tuple[int, Path]] = []
+        for folder in self.folder.glob(PREFIX + "*"):
+            with contextlib.suppress(FileNotFoundError):  # another machine's writer prunes the same folder
+                older.append((folder.stat().st_mtime_ns, folder))
+        for _, folder in sorted(o for o in older if o[1] != current.folder)[: -(KEPT - 1)]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _wait(self, folder: Path) -> None:

@@ -39,7 +39,6 @@ class Completion:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  #: of each token, at the sampling temperature where the server is set up so
-    stopped: bool  #: ended by an end token or a stop string, not by the token budget
     prompt_logprobs: tuple[float, ...] = ()  #: of prompt tokens 1…, at temperature 1; only where asked for
 
 
@@ -95,7 +94,6 @@ class Server:
             (choice,) = reply["choices"]
             ids = tuple(int(i) for i in choice["token_ids"])
             logprobs = tuple(_number(x) for x in choice["logprobs"]["token_logprobs"])
-            stopped = choice["finish_reason"] == "stop"
             seen: tuple[float, ...] = ()
             if with_prompt:
                 given = choice["prompt_logprobs"][1:]
@@ -109,7 +107,7 @@ class Server:
             ) from error
         if len(ids) != len(logprobs):
             raise ServerRefused(f"{self.url} gave {len(ids)} token ids with {len(logprobs)} log-probs")
-        return Completion(ids, logprobs, stopped, seen)
+        return Completion(ids, logprobs, seen)
 
     async def models(self) -> list[dict[str, Any]]:
         """Served model and adapters, as the server lists them."""

@@ -28,11 +28,11 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from draco.agent import Rollout
 from draco.background import BackgroundLoop
-from draco.distributed import gather
+from draco.distributed import gather, local_rank, rank
 from draco.engine.base import Engine, at_a_time
 from draco.engine.vllm.adapters import PREFIX, Adapter, AdapterStore
 from draco.engine.vllm.client import Completion, ModelMissing, Server, ServerBusy
-from draco.engine.vllm.launch import BASE, Launch, Launched, interpreter, local_rank
+from draco.engine.vllm.launch import BASE, Launch, Launched, interpreter
 from draco.engine.vllm.probe import SAMPLED, Probe, default_tolerance
 from draco.engine.vllm.routing import Router
 from draco.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
@@ -440,7 +440,7 @@ class VllmEngine(Engine):
             job = _Job(
                 self._seats,
                 [Server(seat.url, session, timeout_s=self.request_timeout_s) for seat in self._seats],
-                Router(count, cooldown_s=self.cooldown_s, first=int(os.environ.get("RANK", "0")) % count),
+                Router(count, cooldown_s=self.cooldown_s, first=rank() % count),
                 adapter,
                 probe,
                 temperature,
@@ -550,16 +550,23 @@ class VllmEngine(Engine):
         if not holding or self._adapter is None:
             return None
         self._judged += 1
-        seat = holding[(int(os.environ.get("RANK", "0")) + self._judged) % len(holding)]
+        seat = holding[(rank() + self._judged) % len(holding)]
         return f"{seat.url}/v1", self._adapter.name, os.environ.get(self.api_key_env, "")
 
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     async def _waken(self, server: Server) -> None:
-        """Local rank 0 wakes a server that sleeps, the others wait until it is awake."""
+        """Local rank 0 wakes a server that sleeps, the others wait until it is awake.
+
+        Raises:
+            ServerLost: it does not answer, or is not woken.
+        """
+        until = time.monotonic() + self.request_timeout_s
         while await server.sleeps():
             if local_rank() == 0:
                 await server.wake()
+            elif time.monotonic() > until:  # of that rank the request may have failed
+                raise ServerLost(f"{server.url} still sleeps after {self.request_timeout_s:.0f} s")
             else:
                 await asyncio.sleep(0.1)
 

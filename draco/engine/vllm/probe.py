@@ -78,8 +78,8 @@ class Probe:
 
     def check(
         self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion, ours: dict[float, Tensor]
-    ) -> float:
-        """Compare all; returns the mean |Δ| over the prompt's tokens.
+    ) -> None:
+        """Compare all.
 
         Args:
             url, adapter: for the message.
@@ -101,10 +101,9 @@ class Probe:
                 f"{url}: log-probs of sampled tokens differ from the trainer's at temperature {self.temperature:g} by "
                 f"{sampled:.3g} nats{hint if raw <= max(self.tolerance, 3 * gap) else ''}"
             )
-        return gap
 
     def check_prompt(self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion) -> float:
-        """Compare the prompt's tokens with what the last `expect` gave for them; see `check`."""
+        """Compare the prompt's tokens with what the last `expect` gave for them; see `check`. Returns the mean |Δ|."""
         assert self._known is not None
         gap = _mean_gap(answer.prompt_logprobs, self._known)
         if trained and answer.prompt_logprobs == base.prompt_logprobs:

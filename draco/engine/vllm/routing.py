@@ -1,4 +1,4 @@
-"""Which server a trajectory goes to: its group's, so that the shared prompt is prefilled once; else the least loaded.
+"""Which server a request goes to: its group's, so that the shared prompt is prefilled once; else the least loaded.
 
 >>> router = Router(2, cooldown_s=5)
 >>> [router.enter(group) for group in ("a", "a", "b")]
@@ -14,7 +14,7 @@ __all__ = ["Router"]
 
 
 class Router:
-    """Counts open trajectories; never waits, never calls anything.
+    """Counts requests under way; never waits, never calls anything.
 
     Args:
         count: servers.
@@ -31,11 +31,11 @@ class Router:
         self._cooldown, self._first, self._clock = cooldown_s, first, clock
 
     def enter(self, group: Hashable, avoid: Collection[int] = ()) -> int:
-        """A server for one more trajectory of the group; `leave` it afterwards.
+        """A server for one more request of the group; `leave` it afterwards.
 
         Args:
-            group: trajectories with the same key share a prompt.
-            avoid: servers that this trajectory has just failed on.
+            group: requests with the same key share the beginning of their prompts.
+            avoid: servers that this request has just failed on.
         """
         home = self._home.get(group)
         if home is None or not self.up(home) or home in avoid:
@@ -45,7 +45,7 @@ class Router:
         return home
 
     def leave(self, server: int) -> None:
-        """The trajectory has ended or moves elsewhere."""
+        """The request was answered, or has failed there."""
         self.loads[server] -= 1
 
     def lost(self, server: int) -> None:

@@ -17,9 +17,8 @@ import struct
 import sys
 from collections.abc import Sequence
 
-__all__ = ["LAYERS", "available", "confine", "die_with_parent"]
+__all__ = ["available", "confine", "die_with_parent"]
 
-LAYERS = ("limits", "capabilities", "landlock", "seccomp")
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS = 1, 38
 #: numbers by architecture: audit arch, then system calls

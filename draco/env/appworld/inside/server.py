@@ -91,7 +91,6 @@ class Child:
         self.op = ""
         self.deadline: float | None = None
         self.ended = ""  # why it no longer runs
-        self.keep = False  # leave its output folder
 
 
 class Server:
@@ -194,7 +193,6 @@ class Server:
         dbs.mkdir(parents=True)
         restore(message["dbs"], dbs, Path(self.options["root"]), task)
         child = self._fork(f"{name}/{task}", task, evaluation, experiment=name)
-        child.keep = bool(message.get("keep"))
         self._expect(child, message, "evaluate")
 
     # --- children ---
@@ -248,7 +246,7 @@ class Server:
             other.channel.sock.close()
         self.children.clear()
         void = os.open(os.devnull, os.O_RDWR)
-        for fd in range(2 if self.options.get("debug") else 3):
+        for fd in range(3):
             os.dup2(void, fd)
 
     def _expect(self, child: Child, message: dict[str, Any], op: str) -> None:
@@ -319,8 +317,7 @@ class Server:
     def _tidy(self, child: Child) -> None:
         if child.op == "evaluate":
             self.children.pop(child.name, None)
-            if not child.keep:
-                shutil.rmtree(self.outputs / child.name.split("/")[0], ignore_errors=True)
+            shutil.rmtree(self.outputs / child.name.split("/")[0], ignore_errors=True)
 
 
 _OPS = {"rollout": ("ping", "open", "execute", "state", "close"), "evaluate": ("ping", "evaluate")}
@@ -401,7 +398,6 @@ def _confine(options: dict[str, Any], folder: Path) -> None:
 
 def episode(channel: Channel, options: dict[str, Any], task: str, experiment: str, folder: Path) -> None:
     """One episode: open the world, then run code until the parent hangs up or kills."""
-    started = Real.monotonic()
     try:
         _confine(options, folder)
         world = World(options, task, experiment)
@@ -411,7 +407,7 @@ def episode(channel: Channel, options: dict[str, Any], task: str, experiment: st
     except BaseException as error:
         channel.send({"error": {"kind": "engine", "message": _brief(error)}})
         return
-    channel.send({"ok": {"init_s": Real.monotonic() - started}})
+    channel.send({"ok": {}})
     while (messages := channel.receive()) is not None:
         for message in messages:
             try:
