@@ -464,10 +464,13 @@ class VllmEngine(Engine):
                 async with asyncio.timeout(None if left == math.inf else left):
                     while rollout.termination is None:
                         await self._turn(job, rollout)
+        # Episodes block to close, and some (AppWorld's) wait for this very loop: not here, nor on a thread that an
+        # environment may hold up.
         except TimeoutError:
-            rollout.end(Termination.DEADLINE, "the deadline passed while a server was sampling")
+            late = "the deadline passed while a server was sampling"
+            await asyncio.to_thread(rollout.end, Termination.DEADLINE, late)
         except EngineError as error:
-            rollout.end(Termination.ENGINE_ERROR, str(error))
+            await asyncio.to_thread(rollout.end, Termination.ENGINE_ERROR, str(error))
         job.ended.put(rollout)
 
     async def _turn(self, job: _Job, rollout: Rollout) -> None:
@@ -489,7 +492,7 @@ class VllmEngine(Engine):
             await asyncio.shield(working)
         except asyncio.CancelledError:
             if not working.done() and rollout.abandon():  # the thread cannot be stopped and is not waited for
-                working.add_done_callback(lambda done: _close(rollout, done))
+                working.add_done_callback(lambda done: loop.run_in_executor(None, _close, rollout, done))
             raise
 
     async def _sample(self, job: _Job, rollout: Rollout) -> Completion:
