@@ -528,8 +528,6 @@ def test_what_cannot_work_is_said_before_the_first_rollout(
         VllmEngine()
     with pytest.raises(ConfigError, match="expected URLs"):
         VllmEngine(["localhost:8000"])
-    with pytest.raises(ConfigError, match=r"staleness is 1; expected 0"):
-        VllmEngine(["http://localhost:8000"], staleness=1)
 
 
 def test_servers_sleep_while_the_trainer_updates(
