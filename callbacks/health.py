@@ -53,7 +53,7 @@ class Health(Callback):
         }
         if torch.cuda.is_available():
             metrics["health/peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        mismatch = metrics["engine/mismatch_abs"]
+        mismatch = metrics.get("engine/mismatch_abs", 0.0)  # not of a batch that older weights sampled
         if mismatch > self.mismatch_warn and not self._warned:
             self._warned = True
             log.warning(

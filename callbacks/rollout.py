@@ -1,14 +1,16 @@
 """Rollouts: G episodes a task, sampled by an engine.
 
 Every trajectory draws from its own generator, keyed by (seed, purpose, step, task, sample), so results do not depend on
-batch layout or arrival order, and a restart needs to keep nothing.
+batch layout or arrival order, and a restart needs to keep nothing. With `staleness` 1 the batch after a restart is
+sampled by the weights that it updates, as the first one of a run is: the weights before them are gone.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from draco.agent import STEP_KINDS, Limits, Rollout, sampling_seed
 from draco.engine.base import Engine
@@ -19,6 +21,17 @@ from draco.stages import RolloutStage
 from draco.types import Group, Task, TaskBatch, Termination, Trajectory
 
 __all__ = ["AgentRollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A batch on its way."""
+
+    batch: TaskBatch
+    finished: dict[int, list[Trajectory]]  #: by task
+    rollouts: list[Rollout]
+    ended: Iterator[Rollout]
+    since: float  #: monotonic clock
 
 
 class AgentRollout(RolloutStage):
@@ -45,13 +58,39 @@ class AgentRollout(RolloutStage):
             raise ConfigError(f"env.step is {step_kind!r}; expected one of {', '.join(STEP_KINDS)}")
         self.environment, self.engine, self.limits = environment, engine, limits
         self.seed, self.step_kind = seed, step_kind
-        self.max_mismatch, self.rests = engine.max_mismatch, engine.rests
+        self.max_mismatch, self.rests, self.staleness = engine.max_mismatch, engine.rests, engine.staleness
         self._groups: list[Group] = []
-        self._seconds = 0.0
+        self._seconds = 0.0  #: waited for rollouts
+        self._rolling = 0.0  #: from the beginning of the batch to its last end
+        self._ahead: _Begun | None = None
+
+    def begin(self, policy: Policy, batch: TaskBatch) -> None:
+        self._ahead = self._begin(policy, batch, self.engine.begin)
 
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
-        self._groups, self._seconds = [], 0.0
+        self._groups, self._seconds, self._rolling = [], 0.0, 0.0
         started = time.perf_counter()
+        ahead = self._ahead if self._ahead is not None and self._ahead.batch == batch else None
+        if ahead is not None:  # not in an evaluation that comes between
+            self._ahead = None
+        begun = ahead or self._begin(policy, batch, self.engine.run)
+        finished = begun.finished
+        ready = [i for i, done in finished.items() if len(done) == batch.group_size]
+        for index in ready:
+            yield self._group(batch, index, finished[index])
+        for rollout in begun.ended:
+            done = finished[rollout.group_index]
+            done.append(rollout.trajectory())
+            if len(done) == batch.group_size:
+                self._seconds += time.perf_counter() - started
+                yield self._group(batch, rollout.group_index, done)
+                started = time.perf_counter()
+        self._seconds += time.perf_counter() - started
+        last = max((r.ended for r in begun.rollouts if r.ended is not None), default=begun.since)
+        self._rolling = last - begun.since if ahead else self._seconds
+
+    def _begin(self, policy: Policy, batch: TaskBatch, drive: Callable[..., Iterator[Rollout]]) -> _Begun:
+        since = time.monotonic()
         finished: dict[int, list[Trajectory]] = {i: [] for i in range(len(batch.tasks))}
         rollouts: list[Rollout] = []
         for index, task in enumerate(batch.tasks):
@@ -61,17 +100,7 @@ class AgentRollout(RolloutStage):
                     rollouts.append(opened)
                 else:
                     finished[index].append(opened)
-        ready = [i for i, done in finished.items() if len(done) == batch.group_size]
-        for index in ready:
-            yield self._group(batch, index, finished[index])
-        for rollout in self.engine.run(policy, rollouts, temperature=batch.temperature):
-            done = finished[rollout.group_index]
-            done.append(rollout.trajectory())
-            if len(done) == batch.group_size:
-                self._seconds += time.perf_counter() - started
-                yield self._group(batch, rollout.group_index, done)
-                started = time.perf_counter()
-        self._seconds += time.perf_counter() - started
+        return _Begun(batch, finished, rollouts, drive(policy, rollouts, temperature=batch.temperature), since)
 
     def rest(self) -> None:
         self.engine.rest()
@@ -121,5 +150,5 @@ class AgentRollout(RolloutStage):
             "rollout/quarantined": float(sum(t.termination.quarantined for t in trajectories)),
             **{f"termination/{kind}": kinds[kind] / count for kind in Termination if kind is not Termination.UNKNOWN},
             "time/rollout_s": self._seconds,
-            "rollout/tokens_per_s": response / self._seconds if self._seconds else 0.0,
+            "rollout/tokens_per_s": response / self._rolling if self._rolling else 0.0,
         }

@@ -89,6 +89,7 @@ class Rollout:
         self._reminded = False
         self._end_state = ""
         self._started: float | None = None
+        self.ended: float | None = None  #: on the monotonic clock, its episode closed; an engine may hand it over later
         self._deadline = math.inf
         self._env_s = 0.0
         stop = episode.format.stop
@@ -270,6 +271,7 @@ class Rollout:
             self.episode.close()
         except Exception as fault:
             self.error = self.error or f"close: {type(fault).__name__}: {fault}"
+        self.ended = time.monotonic()
 
     def abandon(self) -> bool:
         """End by deadline while a thread is still inside `finish_turn`; True if that thread's owner must close the
@@ -277,6 +279,7 @@ class Rollout:
         if self.termination is not None:
             return False
         self.termination, self.error = Termination.DEADLINE, "the environment had not answered by the deadline"
+        self.ended = time.monotonic()
         return True
 
     def trajectory(self) -> Trajectory:
@@ -286,6 +289,7 @@ class Rollout:
         dangling = self._turn_start if not self.steps else max(self.steps[-1].span[1], self.prompt_tokens)
         # A fault in the middle of a turn leaves sampled tokens without a step; such a trajectory is quarantined anyway.
         stop = len(self.token_ids) if not self.termination.quarantined else dangling
+        ended = time.monotonic() if self.ended is None else self.ended
         return Trajectory(
             task=self.task,
             sample=self.sample,
@@ -301,7 +305,7 @@ class Rollout:
             end_state=self._end_state,
             error=self.error,
             timings={
-                "total_s": 0.0 if self._started is None else time.monotonic() - self._started,
+                "total_s": 0.0 if self._started is None else ended - self._started,
                 "env_s": self._env_s,
             },
         )

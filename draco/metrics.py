@@ -31,10 +31,19 @@ def loss_metrics(totals: Totals, loss: LossOptions, grad_norm: float) -> dict[st
         "update/model_tokens": float(sums["model_tokens"]),
         "update/micro_batches": float(sums["micro_batches"]),
         "update/padding_share": 1.0 - sums["model_tokens"] / max(sums["computed_tokens"], 1),
-        "engine/mismatch_abs": sums["mismatch_abs"] / tokens,
-        "engine/mismatch_k3": sums["mismatch_k3"] / tokens,
-        "engine/mismatch_ratio_max": maxima.get("mismatch_ratio_max", 0.0),
     }
+    if "stale_abs" in sums:  # a batch was sampled by one version
+        metrics |= {
+            "engine/stale_abs": sums["stale_abs"] / tokens,
+            "engine/stale_k3": sums["stale_k3"] / tokens,
+            "engine/stale_ratio_max": maxima["stale_ratio_max"],
+        }
+    else:
+        metrics |= {
+            "engine/mismatch_abs": sums["mismatch_abs"] / tokens,
+            "engine/mismatch_k3": sums["mismatch_k3"] / tokens,
+            "engine/mismatch_ratio_max": maxima.get("mismatch_ratio_max", 0.0),
+        }
     if loss.tis_cap:
         metrics["engine/tis_capped_share"] = sums["tis_capped"] / tokens
     return metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
 from typing import Any
 
@@ -21,6 +21,7 @@ from draco.env.base import Evaluator
 from draco.errors import ConfigError, TrainingStopped
 from draco.evaluation.records import EvalRecord, evaluate_groups
 from draco.interrupt import hold, release, uninterrupted
+from draco.loader import TaskLoader
 from draco.logprobs import check_head, output_head
 from draco.metrics import credit_metrics, loss_metrics
 from draco.options import LossOptions, UpdateOptions
@@ -43,6 +44,7 @@ class StepRecord:
     credits: list[Credit] = field(default_factory=list)  #: of the judged groups
     calls: list[Any] = field(default_factory=list)  #: judge call records
     metrics: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
 
 
 class GRPOModule(LightningModule):
@@ -142,7 +144,10 @@ class GRPOModule(LightningModule):
 
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
         self.record = StepRecord(batch.step)
-        groups = self.rollout.generate(self.policy, batch)
+        groups: Iterable[Group] = self.rollout.generate(self.policy, batch)
+        if self.rollout.staleness:  # begun a step ago, by the weights before these; the next batch is, by these
+            groups = list(groups)
+            self.rollout.begin(self.policy, self._after(batch))
         judged = self.rubric.judge(groups)
         credited: Iterable[Credit] = self.credit.assign(judged)
         if is_sharded(self.policy.model) or self.rollout.rests:
@@ -150,6 +155,13 @@ class GRPOModule(LightningModule):
                 credited = list(credited)
             self.rollout.rest()
         self.update(credited)
+
+    def _after(self, batch: TaskBatch) -> TaskBatch:
+        """This rank's part of the next batch; after the last one it has no tasks."""
+        if self.trainer.is_last_batch:
+            return replace(batch, step=batch.step + 1, tasks=())
+        loader: TaskLoader = self.trainer.train_dataloader  # type: ignore[assignment]
+        return self.on_before_batch_transfer(loader.batch(batch.step + 1), 0)
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Around rollouts: an engine in this process needs the whole model while it samples."""
@@ -162,9 +174,9 @@ class GRPOModule(LightningModule):
         no sum, groups without signal only where `loss.zero_signal` keeps them. With `update.updates_per_batch` the
         batch is cut into shares by group, and each is such a sum, division and step of its own.
         """
+        assert self.record is not None
         worker, batch, stepping = self._worker(), Totals(), 0.0
         norms: list[float] = []
-        started = time.perf_counter()
         for share in self._shares(worker, credited):
             part = Totals()
             for rows in share:
@@ -175,7 +187,7 @@ class GRPOModule(LightningModule):
             batch.add(part)
         self.batches_done += 1
         updating = worker.busy + stepping
-        waited = time.perf_counter() - started - updating
+        waited = time.perf_counter() - self.record.started - updating
         grad_norm = float(torch.tensor(norms).max())  # a NaN wins
         self._complete_record(batch, grad_norm, {"time/wait_s": waited, "time/update_s": updating})
 

@@ -215,6 +215,8 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
         loader.load_state_dict(state["loader"])
         checkpoint.load(resume, module.policy)
         module.batches_done = step
+        if parts.engine.staleness:
+            log.info("engine.staleness=1: the first batch is sampled by the checkpoint's own weights, not those before")
     if rank() == 0:
         say_shares(config.tasks_per_step, world_size())
     longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens

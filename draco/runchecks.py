@@ -48,6 +48,11 @@ def check(config: DictConfig) -> None:
             "engine.servers is not set, and this configuration launches none: add engine.servers=[http://HOST:8000,…], "
             "or choose placement=colocated, placement=split or engine=vllm alone, which start their own"
         )
+    if engine.get("staleness") and config.loss.tis_cap is None:
+        raise ConfigError(
+            "engine.staleness=1 trains on what the weights of a step ago sampled, and loss.tis_cap is not set: add the "
+            "importance weights that correct for it, such as loss.tis_cap=2.0"
+        )
     whole("steps", config.steps, 0)
     whole("tasks_per_step", config.tasks_per_step, 1)
     whole("group_size", config.group_size, 2)  # GRPO compares the rollouts of a group

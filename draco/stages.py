@@ -32,10 +32,19 @@ class RolloutStage(Callback, ABC):
     max_mismatch: float | None = None
     #: the update waits until a whole batch is judged, and for `rest`
     rests: bool = False
+    #: 1: `begin` starts the next batch before this one is judged and trained; 0: every batch is sampled by the weights
+    #: that it updates
+    staleness: int = 0
 
     @abstractmethod
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         """Yield each group as soon as its last trajectory ends; every task of the batch exactly once."""
+
+    def begin(self, policy: Policy, batch: TaskBatch) -> None:
+        """Start the next batch in the background, by the weights of now; the `generate` of that batch goes on with it.
+
+        Called where `staleness` is 1 and this batch is rolled out, on every rank; after the last batch without tasks.
+        """
 
     def rest(self) -> None:
         """A batch is rolled out and judged: make room for the update."""

@@ -64,6 +64,7 @@ class Worker:
     ) -> None:
         self.policy, self.loss, self.temperature = policy, loss, temperature
         self.max_tokens, self.packed, self.backward = max_tokens, packed, backward
+        self.version = policy.version  #: of the weights before the first update of the batch
         self.busy = 0.0  #: seconds spent in here
 
     def accumulate(self, rows: Sequence[Row], micros: Sequence[tuple[Row, ...]] | None = None) -> Totals:
@@ -166,20 +167,22 @@ class Worker:
         forwarded = time.perf_counter()
         self.backward(loss.loss)
         mismatch = engine_mismatch(old, batch.engine_logprobs)
+        # Where the weights have moved since the engine sampled, a difference of log-probs says nothing against it.
+        kind = "mismatch" if all(row.trajectory.policy_version == self.version for row in rows) else "stale"
         values = {
             "loss": loss.loss.detach(),
             "kl": loss.kl,
             "clipped": loss.clipped,
             "dual_clipped": loss.dual_clipped,
             "entropy": entropy.sum(),
-            "mismatch_abs": mismatch["abs"],
-            "mismatch_k3": mismatch["k3"],
+            f"{kind}_abs": mismatch["abs"],
+            f"{kind}_k3": mismatch["k3"],
         }
         if options.tis_cap:
             values["tis_capped"] = (old - batch.engine_logprobs > torch.tensor(options.tis_cap).log()).sum()
         totals = Totals()
         totals.sums.update({name: float(value) for name, value in values.items()})
-        totals.maxima = {"ratio_max": float(loss.ratio_max), "mismatch_ratio_max": float(mismatch["ratio_max"])}
+        totals.maxima = {"ratio_max": float(loss.ratio_max), f"{kind}_ratio_max": float(mismatch["ratio_max"])}
         ended = time.perf_counter()
         totals.sums.update(
             {

@@ -35,6 +35,8 @@ class Engine(ABC):
     max_mismatch: float | None = None
     #: the update waits until a whole batch is judged, and for `rest`
     rests: bool = False
+    #: 1: a batch rolls out in the background (`begin`) while the one before is judged and trained; 0: none does
+    staleness: int = 0
 
     def check(self) -> None:  # noqa: B027 - optional
         """Find in seconds, before any weights are loaded, what cannot work; starts nothing.
@@ -64,6 +66,14 @@ class Engine(ABC):
     @abstractmethod
     def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
         """Drive every rollout to its end and yield each as soon as it has ended, in the order of ending."""
+
+    def begin(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
+        """Start what `run` does, by the policy's weights of now, and return: the iterator hands over what has ended.
+
+        Only where `staleness` is 1. Of several ranks all must call it at the same place, with rollouts or without.
+        A fault on the way is raised by the iterator.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not roll out in the background")
 
     @property
     def context(self) -> int | None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from draco.agent import Rollout
 from draco.background import BackgroundLoop
+from draco.checks import whole
 from draco.distributed import gather, local_rank, rank
 from draco.engine.base import Engine, at_a_time
 from draco.engine.vllm.adapters import PREFIX, Adapter, AdapterStore
@@ -78,6 +79,24 @@ class _Job:
     ended: queue.SimpleQueue[Rollout]
 
 
+@dataclass(slots=True)
+class _Flight:
+    """Rollouts on their way, on the background loop."""
+
+    rollouts: Sequence[Rollout]
+    ended: queue.SimpleQueue[Rollout] = field(default_factory=queue.SimpleQueue)
+    finished: threading.Event = field(default_factory=threading.Event)  #: tasks have let go of their rollouts
+    future: Future[None] | None = None
+
+    def stop(self) -> None:
+        """Break off what is under way and close its episodes; changes nothing where all has ended."""
+        if self.future is not None and not self.future.done():
+            self.future.cancel()
+            self.finished.wait(10)
+        for rollout in self.rollouts:
+            rollout.end(Termination.ENGINE_ERROR, "generation was interrupted")
+
+
 class VllmEngine(Engine):
     """Drives rollouts through vLLM servers.
 
@@ -98,7 +117,7 @@ class VllmEngine(Engine):
         adapter_dir: where adapter versions are written; None = ``RUN/adapters``.
         adapter_dir_on_server: the same folder as servers see it; None = the same path.
         sleep: servers give their GPU memory back while the trainer updates.
-        staleness: updates between sampling and training; only 0 exists.
+        staleness: batches that roll out ahead of the update, by the weights before it: 0 or 1.
     """
 
     def __init__(
@@ -133,10 +152,12 @@ class VllmEngine(Engine):
                 f"engine.retries={retries} (≥ 0), concurrency={concurrency} (≥ 1), env_threads={env_threads} (≥ 1), "
                 f"request_timeout_s={request_timeout_s} (> 0): a value is out of range"
             )
-        if staleness != 0:
+        whole("engine.staleness", staleness, 0, 1)
+        if staleness and sleep:
             raise ConfigError(
-                f"engine.staleness is {staleness}; expected 0: in this version no batch rolls out while the one before "
-                "it trains, and every group is sampled and trained at the same weights"
+                "engine.staleness=1 has the servers at work while the trainer updates, engine.sleep=true has them "
+                "asleep: set one of them, and with engine.staleness=1 servers on GPUs of their own (placement=split or "
+                "remote)"
             )
         self.urls, self.launch, self.python = urls, launch, python
         self.api_key_env, self.lengths = api_key_env, max_prompt_tokens + max_response_tokens
@@ -145,12 +166,14 @@ class VllmEngine(Engine):
         self.concurrency, self.env_threads, self.threads = concurrency, env_threads, threads
         self.adapter_dir, self.adapter_dir_on_server = adapter_dir, adapter_dir_on_server
         self.sleep = self.rests = sleep
+        self.staleness = staleness
         self._launched: Launched | None = None
         self._store: AdapterStore | None = None
         self._seats: list[_Seat] = []
         self._pool: ThreadPoolExecutor | None = None
         self._adapter: Adapter | None = None  #: the version that servers hold
         self._probe: Probe | None = None  #: of that version
+        self._flights: list[_Flight] = []  #: that nobody has collected yet
         self._judged = 0  #: batches that asked where to judge
         self._counts: Counter[str] = Counter()
         self._sync_s = 0.0
@@ -230,6 +253,12 @@ class VllmEngine(Engine):
 
     def close(self) -> None:
         """End launched servers. Running ones keep this run's last two adapters: nobody asks them to forget them."""
+        for flight in self._flights:
+            flight.stop()
+            future = flight.future
+            if future is not None and not future.cancelled() and (error := future.exception()) is not None:
+                log.warning("rollouts that no step came to use had failed: %s", error)
+        self._flights = []
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         if self._launched is not None:
@@ -394,7 +423,20 @@ class VllmEngine(Engine):
             raise RuntimeError("open the engine first")
         if self.sleep:
             self._wait(self._wake_all())
-        yield from self._drive(policy, rollouts, temperature)
+        if rollouts or self.staleness or is_sharded(policy.model):
+            yield from self.begin(policy, rollouts, temperature=temperature)
+
+    def begin(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
+        """See `Engine`. The servers do one batch at a time: what was begun before, on any rank, ends first."""
+        if self.staleness:
+            wait([flight.future for flight in self._flights if flight.future is not None])
+            gather(None)
+        adapter, probe = self._sync(policy, temperature)
+        flight = _Flight(rollouts)
+        if rollouts:
+            self._flights.append(flight)
+            flight.future = BackgroundLoop.shared().submit(self._fly(flight, adapter, probe, temperature))
+        return self._collect(flight)
 
     def rest(self) -> None:
         """Have the servers give their GPU memory back, where `sleep` says so, until the next rollouts."""
@@ -402,30 +444,23 @@ class VllmEngine(Engine):
             gather(None)  # no rank's trajectories or judgements are left on the servers that ranks share
             self._wait(self._sleep_all())
 
-    def _drive(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
-        if not rollouts and not is_sharded(policy.model):
-            return
-        adapter, probe = self._sync(policy, temperature)
-        ended: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
-        finished = threading.Event()
-
-        async def batch() -> None:
-            try:
-                await self._batch(rollouts, adapter, probe, temperature, ended)
-            finally:
-                finished.set()
-
-        future = BackgroundLoop.shared().submit(batch())
+    async def _fly(self, flight: _Flight, adapter: Adapter, probe: Probe, temperature: float) -> None:
         try:
-            for _ in rollouts:
-                yield _next(ended, future)
-            future.result()
+            await self._batch(flight.rollouts, adapter, probe, temperature, flight.ended)
         finally:
-            if not future.done():
-                future.cancel()
-                finished.wait(10)  # tasks let go of their rollouts
-            for rollout in rollouts:
-                rollout.end(Termination.ENGINE_ERROR, "generation was interrupted")
+            flight.finished.set()
+
+    def _collect(self, flight: _Flight) -> Iterator[Rollout]:
+        """Hand over each rollout once it has ended; whoever turns away ends the rest."""
+        try:
+            for _ in flight.rollouts:
+                assert flight.future is not None
+                yield _next(flight.ended, flight.future)
+            if flight.future is not None:
+                flight.future.result()
+        finally:
+            flight.stop()
+            self._flights = [other for other in self._flights if other is not flight]
 
     async def _batch(
         self,
@@ -464,10 +499,13 @@ class VllmEngine(Engine):
                 async with asyncio.timeout(None if left == math.inf else left):
                     while rollout.termination is None:
                         await self._turn(job, rollout)
+        # Episodes block to close, and some (AppWorld's) wait for this very loop: not here, nor on a thread that an
+        # environment may hold up.
         except TimeoutError:
-            rollout.end(Termination.DEADLINE, "the deadline passed while a server was sampling")
+            late = "the deadline passed while a server was sampling"
+            await asyncio.to_thread(rollout.end, Termination.DEADLINE, late)
         except EngineError as error:
-            rollout.end(Termination.ENGINE_ERROR, str(error))
+            await asyncio.to_thread(rollout.end, Termination.ENGINE_ERROR, str(error))
         job.ended.put(rollout)
 
     async def _turn(self, job: _Job, rollout: Rollout) -> None:
@@ -489,7 +527,7 @@ class VllmEngine(Engine):
             await asyncio.shield(working)
         except asyncio.CancelledError:
             if not working.done() and rollout.abandon():  # the thread cannot be stopped and is not waited for
-                working.add_done_callback(lambda done: _close(rollout, done))
+                working.add_done_callback(lambda done: loop.run_in_executor(None, _close, rollout, done))
             raise
 
     async def _sample(self, job: _Job, rollout: Rollout) -> Completion:
