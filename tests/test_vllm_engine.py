@@ -323,15 +323,21 @@ class OnLoop(EchoEpisode):
         BackgroundLoop.shared().submit(release()).result()
 
 
-class StuckOnLoop(Stuck, OnLoop):
-    """Both."""
+class StuckOnLoop(OnLoop):
+    """Hangs in its first step until it is let go."""
+
+    release = threading.Event()
+
+    def step(self, actions: Sequence[str]) -> Reply:
+        self.release.wait(60)
+        return super().step(actions)
 
 
 def test_an_episode_that_closes_by_way_of_the_loop_does_not_stop_it(
     start: Callable[..., FakeVllm], opened: Callable[..., object]
 ) -> None:
     """After a refusal, and after a deadline that passes in a request or in the environment."""
-    Stuck.release.clear()
+    StuckOnLoop.release.clear()
     server = start()
     engine, policy = opened(server)  # type: ignore[misc]
     server.fault = lambda body: web.Response(status=400, text="bad prompt")
@@ -343,8 +349,8 @@ def test_an_episode_that_closes_by_way_of_the_loop_does_not_stop_it(
     kinds = [Termination.ENGINE_ERROR, Termination.DEADLINE, Termination.DEADLINE]
     assert [row.termination for row in (refused, late, stuck)] == kinds
     assert [row.episode.closed for row in (refused, late)] == [1, 1]  # type: ignore[attr-defined]
-    Stuck.release.set()
-    until = time.monotonic() + 20
+    StuckOnLoop.release.set()
+    until = time.monotonic() + 60
     while not stuck.episode.closed and time.monotonic() < until:  # type: ignore[attr-defined]
         time.sleep(0.01)
     assert stuck.episode.closed == 1  # type: ignore[attr-defined]
