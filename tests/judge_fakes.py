@@ -150,5 +150,6 @@ def client(fake: FakeJudge, **options: Any) -> JudgeClient:
     """A client whose model is the fake."""
     others = [e for e in litellm.custom_provider_map if e["provider"] != "fake-judge"]
     litellm.custom_provider_map = [*others, {"provider": "fake-judge", "custom_handler": fake}]
-    defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 5.0, "backoff_s": 0.0, "response_schema": "off"}
+    # Nothing here is slow but the machine.
+    defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 120.0, "backoff_s": 0.0, "response_schema": "off"}
     return JudgeClient("fake-judge/m", **(defaults | options))

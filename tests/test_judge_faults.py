@@ -77,7 +77,7 @@ TRANSPORT: dict[str, Fault] = {
     "529": lambda text: Answer(status=529),
     "connection dropped before a byte": lambda text: Answer(text, drop=0.0),
     "connection dropped half-way": lambda text: Answer(text, drop=0.5),
-    "hanging": lambda text: Answer(text, delay_s=30.0),
+    "hanging": lambda text: Answer(text, delay_s=600.0),
 }
 #: the model's: mended by one corrective re-ask
 REPLY: dict[str, Fault] = {
@@ -160,7 +160,7 @@ class Bench:
 
     def client(self, **options: Any) -> JudgeClient:
         """One for each set of options: connections are made once."""
-        defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 20.0, "backoff_s": 0.0, "api_key": "none"}
+        defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 120.0, "backoff_s": 0.0, "api_key": "none"}
         if repr(options) not in self.clients:
             made = JudgeClient("openai/loopback", api_base=self.server.base, **(defaults | options))
             self.clients[repr(options)] = made
@@ -203,7 +203,9 @@ class Bench:
             return judgement
 
         judgement = self.runner.run(run())
-        assert len(self.records) == len(self.server.bodies) - before  # every attempt has its record
+        read = len(self.server.bodies) - before
+        # Every attempt has its record; one that was given up early may not have been read yet.
+        assert read <= len(self.records) if "timeout_s" in options else read == len(self.records)
         return judgement
 
 
@@ -230,7 +232,8 @@ def verdicts(judgement: Judgement) -> dict[int, list[tuple[int, tuple[int, ...]]
 
 
 def options_of(name: str) -> dict[str, Any]:
-    return {"timeout_s": 1.0, "max_retries": 1} if name == "hanging" else {}
+    """A right reply that comes late on a slow machine is given up like a hanging one, and asked for again."""
+    return {"timeout_s": 1.5, "max_retries": 3} if name == "hanging" else {}
 
 
 @pytest.mark.parametrize("name", [*TRANSPORT, *REPLY, *HARMLESS])
@@ -240,7 +243,10 @@ def test_a_fault_that_passes_changes_no_verdict(bench: Bench, clean: Any, name: 
     judgement = bench.judge(**options_of(name))
     assert judgement.failures == ()
     assert verdicts(judgement) == clean
-    assert set(bench.asked.values()) == {1 if name in HARMLESS else 2}
+    if name == "hanging":
+        assert min(bench.asked.values()) >= 2
+    else:
+        assert set(bench.asked.values()) == {1 if name in HARMLESS else 2}
     assert judgement.metrics["judge/failed"] == 0
 
 
@@ -260,7 +266,7 @@ def test_a_fault_that_stays_removes_the_trajectory_and_is_counted(
     assert verdicts(judgement) == {s: v for s, v in clean.items() if s != 1}
     assert judgement.metrics["judge/failed"] == 1
     mine = [r for r in bench.records if (r.phase, r.sample) == (phase, 1)]
-    assert len(mine) == (2 if name in {**REPLY, "hanging": None} else 3)
+    assert len(mine) == (4 if name == "hanging" else 2 if name in REPLY else 3)
     assert not {r.outcome for r in mine} & {"ok", "repaired"}
     assert all(r.error for r in mine)
 

@@ -14,7 +14,7 @@ import pytest
 
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
-from draco.judge.prompts import criteria_block
+from draco.judge.prompts import CALLS, criteria_block
 from draco.judge.records import CallRecord
 from draco.judge.redteam import CHANNELS, Attack, attacks, criteria, planted_group, victim
 from draco.judge.scripted.reading import read_prompt, read_transcript
@@ -35,7 +35,8 @@ def run(group: Group, plan: str, **options: Any) -> tuple[Judgement, list[CallRe
         "draco-scripted/desk", provider="draco.judge.scripted.provider:register", response_schema="off", plan=plan
     )
     pipeline = JudgePipeline(judge, secret=SECRET, sink=records.append)
-    return asyncio.run(pipeline.judge_group(group, **options)), records
+    judged = asyncio.run(pipeline.judge_group(group, **options))
+    return judged, sorted(records, key=lambda r: (CALLS.index(r.phase), r.sample, r.attempt))  # not as they came
 
 
 @cache

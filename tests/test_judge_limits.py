@@ -92,7 +92,7 @@ class Told(Exception):
 def test_what_retry_after_may_look_like() -> None:
     assert retry_after(Told(Retry_After="3")) == 3.0
     assert retry_after(Told(retry_after_ms="1500")) == 1.5
-    assert 50 < retry_after(Told(retry_after=formatdate(time.time() + 60))) < 61
+    assert 2900 < retry_after(Told(retry_after=formatdate(time.time() + 3000))) < 3001
     for nonsense in ("soon", "nan", "-4", ""):
         assert retry_after(Told(retry_after=nonsense)) == 0.0
     assert retry_after(Told(retry_after="1e9")) == 3600.0

@@ -33,7 +33,7 @@ def server() -> Iterator[LoopbackJudge]:
 
 
 def ask(server: LoopbackJudge, model: str = "openai/some-model", **options: Any) -> tuple[Any, list[CallRecord]]:
-    defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 20.0, "backoff_s": 0.0, "api_key": CANARY}
+    defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 120.0, "backoff_s": 0.0, "api_key": CANARY}
     judge = JudgeClient(model, **({"api_base": server.base} | defaults | options))
     records: list[CallRecord] = []
     request = JudgeRequest(

@@ -214,7 +214,8 @@ def test_uncited_verdict_is_asked_again_once_and_then_counted(fake: FakeJudge) -
     )
     j = judge(fake, group(3), criteria=CRITERIA)
     assert fake.calls.count(("attribute", 1)) == 2
-    assert "no step between 1 and 3" in fake.prompts[-1][-1]["content"]
+    (again,) = [prompt for prompt in fake.prompts if len(prompt) > 2]
+    assert "no step between 1 and 3" in again[-1]["content"]
     assert j.verdicts[0][1].steps == ()
     assert j.rewards == (-1.0, 1.0, 1.0)
     assert j.metrics["judge/uncited_verdict_rate"] == pytest.approx(1 / 3)

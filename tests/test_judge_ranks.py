@@ -131,7 +131,7 @@ def test_failed_judgements_are_a_share_of_the_batch_of_all_ranks(
 def test_limits_are_those_of_all_ranks_together(judge: Judge, tmp_path: Path) -> None:
     """20 requests a minute: the groups' deadlines end the run before the first minute does."""
     judge.most_busy = 0
-    limits = options(judge, "judge.requests_per_min=20", "judge.concurrency=2", "judge.group_deadline_s=8", "run=slow")
+    limits = options(judge, "judge.requests_per_min=20", "judge.concurrency=2", "judge.group_deadline_s=25", "run=slow")
     ((codes, said),) = run(tmp_path, [{"name": "slow", "ranks": 2, "overrides": limits}])
     assert 0 not in codes
     assert "judge.max_failed_share" in said

@@ -65,11 +65,19 @@ def test_batch_order(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
 
 
 def test_arrival_order(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
-    fake.delay = slow_first_group
-    stage = dynamic(stages, fake, order="arrival")
-    found = [j.group.index for j in stage.judge(three_groups())]
-    assert found[-1] == 0
-    assert sorted(found) == [0, 1, 2]
+    inner, others = fake.acompletion, threading.Event()
+
+    async def held(*args: Any, **kwargs: Any) -> Any:
+        """The first group gets no reply before the others have been yielded."""
+        if "slow" in kwargs["messages"][1]["content"]:
+            await asyncio.to_thread(others.wait, 60)
+        return await inner(*args, **kwargs)
+
+    fake.acompletion = held  # type: ignore[method-assign]
+    judged = dynamic(stages, fake, order="arrival").judge(three_groups())
+    assert {next(judged).group.index, next(judged).group.index} == {1, 2}
+    others.set()
+    assert [j.group.index for j in judged] == [0]
 
 
 def test_judging_starts_while_groups_still_roll_out(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -81,7 +89,7 @@ def test_judging_starts_while_groups_still_roll_out(fake: FakeJudge, stages: lis
     def rollouts() -> Iterator[Group]:
         threads.append(threading.current_thread())
         yield three_groups()[1]
-        assert called.wait(20), "the first group is not judged before the second ends"
+        assert called.wait(60), "the first group is not judged before the second ends"
         yield three_groups()[2]
 
     assert len(list(stage.judge(rollouts()))) == 2
@@ -222,7 +230,7 @@ def test_a_refusing_provider_stops_the_run(fake: FakeJudge, stages: list[JudgedR
 
 
 def test_abandoning_the_stream_cancels_what_is_pending(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
-    fake.delay = lambda text: 0.0 if "propose_task" in text and "slow" not in text else 30.0
+    fake.delay = lambda text: 0.0 if "propose_task" in text and "slow" not in text else 600.0
     stage = dynamic(stages, fake)
 
     def rollouts() -> Iterator[Group]:
@@ -238,7 +246,7 @@ def test_abandoning_the_stream_cancels_what_is_pending(fake: FakeJudge, stages: 
             await asyncio.sleep(0.01)
         return len(left)
 
-    assert stage._loop.submit(others()).result(5) == 0
+    assert stage._loop.submit(others()).result(60) == 0
 
 
 def test_close_leaves_no_task_and_the_stage_can_go_on(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -256,7 +264,7 @@ def test_background_loop_cancels_on_close() -> None:
 
     async def endless() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             seen.append("cancelled")
             raise
@@ -266,7 +274,7 @@ def test_background_loop_cancels_on_close() -> None:
         return len(asyncio.all_tasks()) - 1
 
     future = loop.submit(endless())
-    assert loop.submit(running()).result(5) == 1
+    assert loop.submit(running()).result(60) == 1
     loop.close()
     assert seen == ["cancelled"]
     assert future.cancelled()
