@@ -168,6 +168,18 @@ class Policy(nn.Module):
         return next(self.model.parameters()).device
 
     @property
+    def context(self) -> int | None:
+        """Tokens of one row that the base model was made for; None where its configuration does not say."""
+        config = self.model.config
+        length: int | None = getattr(config, "max_position_embeddings", None)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if not length or not rope.get("factor"):
+            return length
+        return max(
+            length, int(rope.get("original_max_position_embeddings", length) * rope["factor"])
+        )  # YaRN and others
+
+    @property
     def weights_folder(self) -> Path:
         """Folder of the base model's files; of a hub name, the one in the local cache.
 

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,6 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
     check_shared(run)
     if past is not None:
         return {} if rank() else past  # rank 0 shows it
-    step: int = state["step"]
     if config.resume and config.callbacks.get("checkpoint"):
         config.callbacks.checkpoint.resume = str(resume) if resume else None
     fetch_weights(config)
@@ -196,7 +195,15 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
     # and gets it back one switch interval later at worst: with the default of 5 ms a busy judge holds generation up.
     sys.setswitchinterval(5e-4)
     seed_everything(config.seed, workers=False, verbose=False)
-    parts = build(config, sharded=sharded(config))
+    with closing(build(config, sharded=sharded(config))) as parts:
+        return _with_parts(config, run, started, parts, resume, state)
+
+
+def _with_parts(
+    config: DictConfig, run: Path, started: float, parts: Parts, resume: Path | None, state: dict[str, Any]
+) -> dict[str, Any]:
+    """From the checks that need the parts to `summary.json`; the summary, empty on ranks other than 0."""
+    step: int = state["step"]
     module = parts.module
     rubric = find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
     if hasattr(rubric, "bind"):
@@ -265,7 +272,6 @@ def _train(config: DictConfig, run: Path, started: float) -> dict[str, Any]:
                 log.warning("report.html was not written (%s); scripts/report.py %s makes it", error, run)
     finally:
         finish(loggers)
-        parts.close()
     return summary
 
 
@@ -344,8 +350,8 @@ def _trainer(config: DictConfig, parts: Parts, run: Path) -> tuple[Trainer, list
 
 
 def _loaders(config: DictConfig, parts: Parts) -> tuple[TaskLoader, EvalLoader]:
-    policy, limit = parts.module.policy, config.limits.max_prompt_tokens
-    tasks = select_tasks(parts.environment, policy, config.env.train_split, None, limit)
+    policy, limits = parts.module.policy, (config.limits.max_prompt_tokens, config.limits.max_response_tokens)
+    tasks = select_tasks(parts.environment, policy, config.env.train_split, None, *limits)
     loader = TaskLoader(
         tasks,
         steps=config.steps,
@@ -354,7 +360,7 @@ def _loaders(config: DictConfig, parts: Parts) -> tuple[TaskLoader, EvalLoader]:
         seed=config.seed,
         temperature=config.temperature,
     )
-    held_out = select_tasks(parts.environment, policy, config.eval.split, config.eval.tasks, limit)
+    held_out = select_tasks(parts.environment, policy, config.eval.split, config.eval.tasks, *limits)
     return loader, EvalLoader(held_out, n=config.eval.n, temperature=config.eval.temperature)
 
 

@@ -110,12 +110,18 @@ def check_scripted_criteria(titles: list[str]) -> None:
 
 
 def select_tasks(
-    environment: Environment, policy: Policy, split: str, limit: int | None, max_prompt: int
+    environment: Environment, policy: Policy, split: str, limit: int | None, max_prompt: int, max_response: int
 ) -> list[Task]:
     """Tasks of a split whose prompt fits; the others are counted, and the first ones named.
 
+    Args:
+        environment, policy: of the run.
+        split: of the environment.
+        limit: the first so many tasks; None = all.
+        max_prompt, max_response: tokens, of `limits`.
+
     Raises:
-        ConfigError: no such split, an empty one, or no prompt fits.
+        ConfigError: no such split, an empty one, no prompt fits, or a rollout may outgrow the policy's context.
     """
     tasks = environment.tasks(split)[:limit]
     if not tasks:
@@ -135,5 +141,14 @@ def select_tasks(
         raise ConfigError(
             f"every prompt of split {split!r} is longer than limits.max_prompt_tokens={max_prompt} "
             f"(shortest: {min(lengths.values())} tokens); raise the limit"
+        )
+    longest, context = max(lengths[t.id] for t in fitting), policy.context
+    if context is not None and longest + max_response > context:
+        room = context - longest
+        shorter = f"limits.max_response_tokens={room} or less" if room > 0 else "a smaller limits.max_prompt_tokens"
+        raise ConfigError(
+            f"a rollout of split {split!r} may take {longest + max_response} tokens (its longest prompt {longest}, "
+            f"limits.max_response_tokens={max_response}), and policy.path={policy.path} was made for {context}; set "
+            f"{shorter}, or choose a policy with a longer context"
         )
     return fitting

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import replay
 from appworld_agent import GOLD, mini, script, wrong
+from conftest import TINY
 from test_judge_loopback import Server, server  # noqa: F401 - a fixture
 from test_run import train
 from test_vllm_launch import gone
@@ -37,6 +38,7 @@ from draco.env.appworld.inside import server as inside
 from draco.errors import ConfigError
 from draco.evaluation.metrics import leaderboard, summarise
 from draco.evaluation.records import EvalRecord
+from draco.policy import resolve
 from draco.report.tables import all_tables
 from draco.types import Task
 
@@ -473,10 +475,13 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     folder = tmp_path_factory.mktemp("appworld") / "run"
+    longer = shutil.copytree(resolve(TINY), folder.with_name("longer"), ignore=shutil.ignore_patterns("__pycache__"))
+    config = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24_000}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
         summary = train(
-            *OPTIONS, "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
+            *OPTIONS, f"policy.path={longer}", "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
             f"judge.api_base=http://127.0.0.1:{made.server_address[1]}/v1", "tasks_per_step=5", "group_size=2", "loss.kl_coef=0",
             "eval.before=false", "eval.tasks=2", f"run={folder}", "checkpoint.check_disk=false",
         )  # fmt: skip
@@ -555,6 +560,13 @@ def test_the_last_three_epoch_ends_are_evaluated_on_both_splits(
     row = dict(zip(table.columns, next(r for r in table.rows if r[0] == "dynamic+step"), strict=True))
     assert row["test_normal TGC p1"] == "77.8 ± 11.1"
     assert any("draco's own code agent" in note for note in table.notes)
+
+
+def test_a_policy_that_is_too_small_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
+    options = ("rubric=random", "credit=uniform", "eval.tasks=1", "tasks_per_step=1", f"run={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=r"may take 16\d+ tokens .*policies\.tiny was made for 2048; set"):
+        train(*OPTIONS, *options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_split_is_refused_before_anything_is_evaluated(run_folder: Path, tmp_path: Path) -> None:

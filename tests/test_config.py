@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from draco.choices import explained, refuse_beside_self_judge, refuse_unread
 from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, StageError
 from draco.module import GRPOModule, LossOptions
+from draco.policy import Policy
 from draco.run import build, train
 from draco.runchecks import check, check_optimizer, select_tasks
 from draco.runfolder import prepare, redacted, resume_config
@@ -212,13 +214,55 @@ def test_options_that_messages_name_can_be_set() -> None:
     assert (config.policy.chat_template, config.trainer.strategy) == ("x.jinja", "ddp")
 
 
-def test_overlong_prompts_are_counted_and_the_first_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Lengths:
-        def prompt_tokens(self, opening: Any) -> int:
-            return 10
+class Lengths:
+    """A policy to which every prompt is 10 tokens."""
 
+    path = "small"
+
+    def __init__(self, context: int | None = None) -> None:
+        self.context = context
+
+    def prompt_tokens(self, opening: Any) -> int:
+        return 10
+
+
+def test_a_rollout_fits_into_the_policys_context() -> None:
+    """What counts is the longest prompt that there is, not the longest that may be."""
+
+    def select(context: int | None, max_response: int) -> int:
+        policy: Any = Lengths(context)
+        return len(select_tasks(DeskEnvironment(), policy, "train", 3, 4096, max_response))
+
+    assert select(None, 24576) == select(2048, 2038) == 3
+    with pytest.raises(ConfigError, match=r"take 2049 .*small was made for 2048; set limits\.max_response_tokens=2038"):
+        select(2048, 2039)
+    with pytest.raises(ConfigError, match=r"set a smaller limits\.max_prompt_tokens, or choose a policy with a longer"):
+        select(10, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default"}}, 2048),
+        ({"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        (  # Llama 3.1 names what it was stretched to
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+    ],
+)
+def test_a_context_that_was_stretched_counts(config: dict[str, Any], context: int | None) -> None:
+    policy: Any = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(**config)))
+    assert Policy.context.fget(policy) == context  # type: ignore[attr-defined]
+
+
+def test_overlong_prompts_are_counted_and_the_first_named(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="raise the limit"):
-        select_tasks(DeskEnvironment(), Lengths(), "train", None, 5)  # type: ignore[arg-type]
+        select_tasks(DeskEnvironment(), Lengths(), "train", None, 5, 5)  # type: ignore[arg-type]
     (record,) = caplog.records
     assert record.getMessage().endswith(" and 85 more")
     assert len(record.getMessage()) < 250

@@ -34,6 +34,7 @@ from draco.checkpoint import checkpoints
 from draco.cli import _job
 from draco.durable import publish
 from draco.env.base import Evaluator, Outcome
+from draco.env.desk import DeskEnvironment
 from draco.errors import ConfigError, TrainingStopped
 from draco.interrupt import Interrupted
 from draco.judge.client import JudgeClient
@@ -413,6 +414,7 @@ BAD = [
     ("eval.split=nowhere", "test_challenge"),
     ("tasks_per_step=91", "set tasks_per_step to 90 or less"),
     ("limits.max_prompt_tokens=1", "raise the limit"),
+    ("limits.max_response_tokens=2048", r"policies\.tiny was made for 2048; set limits\.max_response_tokens=20\d\d"),
     ("policy.adapter=/nowhere", "not a PEFT adapter"),
     ("policy.path=/nowhere", r"policy\.path="),
     ("policy.chat_template=/nowhere", r"policy\.chat_template='/nowhere' cannot be read"),
@@ -552,6 +554,15 @@ def test_a_rank_removes_what_its_hydra_made_when_all_ranks_are_past_theirs(
     _job(config, [], str(made), sweeping=False)
     assert there == [True, False]
     assert run.is_dir()
+
+
+def test_what_a_refused_run_has_started_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment's server, for one: the next job of a sweep runs in the same process."""
+    closed: list[Any] = []
+    monkeypatch.setattr(DeskEnvironment, "close", lambda environment: closed.append(environment))
+    with pytest.raises(ConfigError, match="was made for 2048"):
+        train(*QUICK, "limits.max_response_tokens=2048", f"run={tmp_path / 'run'}")
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -60,10 +60,11 @@ def evaluate_checkpoints(
     else:
         steps = [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
+    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
     try:
         parts.engine.open(policy, run, temperature=config.eval.temperature)
         for split in splits:
-            tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, config.limits.max_prompt_tokens)
+            tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, *limits)
             for step in steps:
                 if step >= 0:
                     checkpoint.load(kept[step], policy)
@@ -86,9 +87,8 @@ def evaluate_checkpoints(
 
 def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:
     """The last `count` kept steps that end a pass over the training tasks (method §7: no selection by success)."""
-    tasks = select_tasks(
-        parts.environment, parts.module.policy, config.env.train_split, None, config.limits.max_prompt_tokens
-    )
+    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+    tasks = select_tasks(parts.environment, parts.module.policy, config.env.train_split, None, *limits)
     epoch = max(len(tasks) // config.tasks_per_step, 1)
     ends = [step for step in kept if step and step % epoch == 0]
     if len(ends) < count:

@@ -31,7 +31,8 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int) -> list[G
     parts = build(config)
     parts.module.configure_model()
     policy = parts.module.policy
-    chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, config.limits.max_prompt_tokens)
+    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+    chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, *limits)
     rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
     batch = TaskBatch(0, tuple(chosen), samples, "author", config.temperature)
     with TemporaryDirectory(prefix="draco-") as scratch:  # logs and adapters of servers

@@ -284,8 +284,7 @@ class VllmEngine(Engine):
         base = next((m for m in bases if m["id"] == BASE), bases[0])
         seat.base, length = str(base["id"]), base.get("max_model_len")
         seat.max_len = length if isinstance(length, int) else self.lengths
-        known = getattr(policy.model.config, "max_position_embeddings", None) or self.lengths
-        if seat.max_len < min(self.lengths, int(known)):
+        if seat.max_len < min(self.lengths, policy.context or self.lengths):
             raise EngineError(
                 f"{seat.url} has a context of {seat.max_len} tokens, shorter than limits.max_prompt_tokens + "
                 f"limits.max_response_tokens = {self.lengths}; start it with a larger --max-model-len"

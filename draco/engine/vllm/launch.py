@@ -161,7 +161,7 @@ class Launched:
             raise ConfigError(reason)
         python = interpreter(python)
         logs.mkdir(parents=True, exist_ok=True)
-        length = launch.max_len or _length(policy, lengths)
+        length = launch.max_len or min(lengths, policy.context or lengths)
         try:
             for index, port in enumerate(ports):
                 command = launch.command(python, policy, length, port)
@@ -266,11 +266,6 @@ def _served_rank(policy: Policy) -> int:
     if not fitting:
         raise ConfigError(f"policy.rank is {rank}; vLLM serves adapters up to rank {_RANKS[-1]}")
     return fitting[0]
-
-
-def _length(policy: Policy, lengths: int) -> int:
-    known = getattr(policy.model.config, "max_position_embeddings", None)
-    return min(lengths, int(known)) if known else lengths
 
 
 def _unservable(launch: Launch, policy: Policy) -> str:
