@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from conftest import EchoEpisode, rollout_of, type_out
@@ -74,6 +76,14 @@ def test_deadline_is_quarantined(chat: ChatFormat) -> None:
     rollout = rollout_of(chat, [DONE], limits=Limits(deadline_s=1e-9))
     assert rollout.termination is Termination.DEADLINE
     assert rollout.trajectory().end_state == ""
+
+
+def test_waiting_to_be_handed_over_takes_no_time(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that works ahead has trajectories lying about."""
+    rollout = rollout_of(chat, ["<code>done</code>"])
+    seconds = rollout.trajectory().timings["total_s"]
+    monkeypatch.setattr("draco.agent.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))
+    assert rollout.trajectory().timings["total_s"] == seconds < 100.0
 
 
 def test_an_end_state_that_cannot_be_read_is_the_environments_fault(chat: ChatFormat) -> None:

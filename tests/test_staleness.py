@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,15 +149,38 @@ def test_batches_are_sampled_one_update_behind_and_corrected_for_it(
 ) -> None:
     """The bar on the mismatch holds where versions are equal, and an evaluation between has the weights of now."""
 
-    def vary(body: dict[str, Any]) -> None:  # rollouts of a group differ, or there would be nothing to learn
+    def vary(body: dict[str, Any]) -> float | None:  # rollouts of a group differ, or there would be nothing to learn
         server.script = (LOOK, LOOK) if body["seed"] % 2 else ("<code>apis.notes.list(page=2)</code>", LOOK)
+        return 1.0 if 12 < len(server.requests) <= 16 else None  # the second batch: an evaluation could overtake it
 
+    evaluating, batch, start = threading.Event(), VllmEngine._batch, GRPOModule.on_validation_epoch_start
+    journal: list[str] = []
+    step = DeskEpisode.step
+
+    async def watched(self: VllmEngine, *arguments: Any) -> None:
+        journal.append("begin")
+        await batch(self, *arguments)
+        journal.append("end")
+
+    def stepped(self: DeskEpisode, actions: Sequence[str]) -> Reply:
+        if len(server.requests) > 8:
+            assert evaluating.wait(30)
+        return step(self, actions)
+
+    def started(self: GRPOModule) -> None:
+        start(self)
+        evaluating.set()
+
+    monkeypatch.setattr(VllmEngine, "_batch", watched)
+    monkeypatch.setattr(DeskEpisode, "step", stepped)
+    monkeypatch.setattr(GRPOModule, "on_validation_epoch_start", started)
     monkeypatch.setattr("callbacks.rubric.random.toss", lambda seed, step, task, sample: (-1.0) ** sample)
     server.fault = vary
     run = tmp_path / "run"
     train(configuration(*options(server, run, "steps=3", "eval.every=1", "engine.max_mismatch=1e-4")))
     assert versions(run) == [{0}, {0}, {1}]
-    # Two batches; the evaluation after the first update, by when the second has ended; …
+    # Two batches; an evaluation, which begins while the second is under way and waits for it; the third batch; …
+    assert journal == ["begin", "end"] * 7
     assert asked(server) == ["draco-v000000-", "draco-v000001-", "draco-v000002-", "draco-v000003-"]
     assert server.unloads == sorted(server.loads)[:-2]
     _, (first, *later) = read_metrics(run / "metrics.csv")
@@ -244,7 +268,8 @@ def test_a_run_that_ends_early_leaves_nothing_on_its_way(
     opened: list[DeskEpisode] = []
     closed: list[DeskEpisode] = []
     arrived = threading.Event()
-    open_, close = DeskEnvironment.open, DeskEpisode.close
+    batches: list[str] = []
+    open_, close, batch = DeskEnvironment.open, DeskEpisode.close, VllmEngine._batch
 
     def made(self: DeskEnvironment, task: Task, *, seed: int) -> DeskEpisode:
         opened.append(open_(self, task, seed=seed))
@@ -260,6 +285,14 @@ def test_a_run_that_ends_early_leaves_nothing_on_its_way(
             return 60.0
         return None
 
+    async def watched(self: VllmEngine, *arguments: Any) -> None:
+        try:
+            await batch(self, *arguments)
+            batches.append("ended")
+        except asyncio.CancelledError:
+            batches.append("cancelled")
+            raise
+
     def during(step: int) -> None:
         assert arrived.wait(30)
         if how == "guard":
@@ -268,10 +301,12 @@ def test_a_run_that_ends_early_leaves_nothing_on_its_way(
 
     monkeypatch.setattr(DeskEnvironment, "open", made)
     monkeypatch.setattr(DeskEpisode, "close", ended)
+    monkeypatch.setattr(VllmEngine, "_batch", watched)
     server.fault = fault
     while_judged(monkeypatch, during)
     with pytest.raises(TrainingStopped if how == "guard" else Interrupted):
         train(configuration(*options(server, tmp_path / "run", "steps=2")))
+    assert batches == ["ended", "cancelled"]
     assert sorted(map(id, closed)) == sorted(map(id, opened))
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("draco-env")]:
         thread.join(30)

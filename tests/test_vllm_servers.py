@@ -17,6 +17,7 @@ from test_config import configuration
 from test_engine import LIMITS, recomputed
 
 from draco.agent import Rollout, sampling_seed
+from draco.archive import read_table
 from draco.background import BackgroundLoop
 from draco.engine.transformers import TransformersEngine
 from draco.engine.vllm import Launch, VllmEngine
@@ -130,19 +131,25 @@ def test_temperature_is_in_the_logprobs(engine: VllmEngine, served: Policy) -> N
     assert all(abs(t.logprobs[i] - float(expected[i - 1])) < 1e-3 for i, j in enumerate(t.step_of) if j >= 0)
 
 
-def test_desk_training_swaps_the_adapter_every_step(engine: VllmEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_desk_training_swaps_the_adapter_every_step(staleness: int, engine: VllmEngine, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(
         configuration(
             f"run={run}", "engine=vllm", f"engine.servers=[{','.join(s.url for s in engine._seats)}]", "steps=3",
             "tasks_per_step=2", "group_size=3", "eval.before=false", "eval.tasks=2",
             "limits.max_prompt_tokens=512", "limits.max_response_tokens=256",
+            *(["engine.staleness=1", "loss.tis_cap=2.0", "lr=1e-3"] if staleness else []),
         )
     )  # fmt: skip
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3"]
-    assert all(0 < float(row["engine/mismatch_abs"]) <= 1e-4 for row in rows)
+    same = rows[:1] if staleness else rows
+    assert all(0 < float(row["engine/mismatch_abs"]) <= 1e-4 for row in same)
+    assert all(row["engine/mismatch_abs"] == "" and float(row["engine/stale_abs"]) > 1e-4 for row in rows[len(same) :])
+    sampled = [set(read_table(run, "trajectories", [step])["policy_version"].to_pylist()) for step in range(3)]
+    assert sampled == ([{0}, {0}, {1}] if staleness else [{0}, {1}, {2}])
     assert [folder.name[:14] for folder in sorted((run / "adapters").iterdir())] == ["draco-v000002-", "draco-v000003-"]
 
 
