@@ -13,7 +13,7 @@ from typing import Any
 import evaluate
 import pytest
 from conftest import EchoEnvironment, EchoEpisode, EchoEvaluator, rollout_of
-from test_judge_loopback import CANARY, Server, server  # noqa: F401 - a fixture
+from model_server import CANARY, Server, server  # noqa: F401 - a fixture
 
 from draco.agent import Limits
 from draco.chat import ChatFormat
@@ -30,7 +30,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agent(server: Server, **more: Any) -> ApiAgent:  # noqa: F811
-    base = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    base = server.base
     limits = Limits(
         max_turns=more.pop("max_turns", 4),
         max_response_tokens=more.pop("tokens", 10_000),
@@ -84,7 +84,7 @@ def test_terminations(
     more: dict[str, Any],
     termination: Termination,
 ) -> None:
-    server.answer = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
     trajectory = play(server, **more)
     assert trajectory.termination == termination
     assert all("what was not asked for" not in m.content for m in trajectory.messages)
@@ -111,10 +111,10 @@ def test_turns_and_ends_are_counted_as_those_of_a_policy(
 ) -> None:
     """Tables show both side by side."""
     budgets = Limits(**limits)
-    server.answer = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
     environment = EchoEnvironment(closes=closes)
     task = environment.tasks("train")[0]
-    base = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    base = server.base
     played = ApiAgent("openai/gpt-4o-mini", budgets, api_base=base)
     try:
         (ours,) = played.play(environment, [(task, 0)])
@@ -132,19 +132,19 @@ def test_turns_and_ends_are_counted_as_those_of_a_policy(
 
 
 def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(server: Server) -> None:  # noqa: F811
-    server.answer = lambda n, body: (503, "busy") if n < 3 else (200, "<code>done</code>" if n == 3 else "Over.")
+    server.says = lambda n, body: (503, "busy") if n < 3 else (200, "<code>done</code>" if n == 3 else "Over.")
     assert play(server).termination == Termination.SUBMITTED
-    server.answer = lambda n, body: (503, "busy")
+    server.says = lambda n, body: (503, "busy")
     lost = play(server, max_retries=1)
     assert (lost.termination, CANARY in lost.error) == (Termination.ENGINE_ERROR, False)
-    server.answer = lambda n, body: (401, f"no such key {CANARY}")
+    server.says = lambda n, body: (401, f"no such key {CANARY}")
     with pytest.raises(ConfigError, match=r"status 401.*check model=, its key") as caught:
         play(server)
     assert CANARY not in str(caught.value)
 
 
 def test_a_model_that_does_not_answer_is_one_line_before_any_episode(server: Server) -> None:  # noqa: F811
-    server.answer = lambda n, body: (503, "busy")
+    server.says = lambda n, body: (503, "busy")
     with pytest.raises(ConfigError, match=r"status 503.*does not answer; check model= and api_base=") as caught:
         agent(server, max_retries=1).check()
     assert "\n" not in str(caught.value)
@@ -153,13 +153,13 @@ def test_a_model_that_does_not_answer_is_one_line_before_any_episode(server: Ser
 
 def test_a_refused_prompt_ends_its_episode_and_is_not_asked_again(server: Server) -> None:  # noqa: F811
     said = {"error": {"message": f"flagged by the content policy {CANARY}", "code": "content_policy_violation"}}
-    server.answer = lambda n, body: (400, said) if n == 2 else (200, "<code>a</code>")
+    server.says = lambda n, body: (400, said) if n == 2 else (200, "<code>a</code>")
     lost = play(server)
     assert (lost.termination, len(server.bodies), len(lost.steps)) == (Termination.ENGINE_ERROR, 2, 1)
     assert lost.error.startswith("refused: openai/gpt-4o-mini: ")
     assert "flagged by the content policy" in lost.error
     assert CANARY not in lost.error
-    server.answer = lambda n, body: (404, said)
+    server.says = lambda n, body: (404, said)
     with pytest.raises(ConfigError, match=r"status 404.*; check model=") as caught:
         agent(server).check()
     assert CANARY not in str(caught.value)
@@ -171,13 +171,13 @@ def test_the_pause_that_a_provider_asks_for_is_made(
 ) -> None:
     slept = no_pauses(monkeypatch)
     server.headers = {"Retry-After": "17"}
-    server.answer = lambda n, body: (429, "slow down") if n == 1 else (200, "<code>done</code>" if n == 2 else "Over.")
+    server.says = lambda n, body: (429, "slow down") if n == 1 else (200, "<code>done</code>" if n == 2 else "Over.")
     assert play(server).termination == Termination.SUBMITTED
     assert 17.0 in slept
 
 
 def test_a_turn_is_capped_where_the_model_writes_it(server: Server) -> None:  # noqa: F811
-    server.answer = lambda n, body: (200, "Over.")
+    server.says = lambda n, body: (200, "Over.")
     play(server, turn=96)
     assert {body.get("max_tokens") for body in server.bodies} == {96}
     server.bodies.clear()
@@ -196,10 +196,10 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
         return 200, "Over."
 
     play(server)  # litellm loads
-    server.answer = hangs
+    server.says = hangs
     assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
     free.set()
-    server.answer = lambda n, body: (200, "<code>a</code>")
+    server.says = lambda n, body: (200, "<code>a</code>")
     act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
     monkeypatch.setattr("draco.evaluation.api_agent.time", clock)
@@ -210,7 +210,7 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
 
 def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
     """Connections that were closed after the first split made every later episode a fault."""
-    server.answer = lambda n, body: (200, "<code>done</code>")
+    server.says = lambda n, body: (200, "<code>done</code>")
     played, environment = agent(server), EchoEnvironment()
     for _ in range(2):
         played.check()
@@ -225,7 +225,7 @@ def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
 
 def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F811
     """Result of scripts/evaluate.py on the embedded environment."""
-    base = f"api_base=http://127.0.0.1:{server.server_address[1]}/v1"
+    base = f"api_base={server.base}"
     fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
     evaluate.main([*fixed, *more])
     n = next((m.removeprefix("n=") for m in more if m.startswith("n=")), "1")
@@ -241,7 +241,7 @@ def test_a_frontier_model_has_the_budgets_of_a_policy_and_not_those_of_the_toy(
 ) -> None:
     """An observation of 3,000 tokens, as AppWorld cuts them, ended every episode as length_limit."""
     turns = ["<code>print(1)</code>", "I give up.", "I give up."]
-    server.answer = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
+    server.says = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
     server.prompt_tokens = lambda body: 100 if len(body["messages"]) < 3 else 3200
     found = script(server, tmp_path / "a", "tasks=2")
     assert found["terminations"] == {"gave_up": 1.0}
@@ -272,7 +272,7 @@ def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, t
     """One prompt in the middle is refused, then the key is: three episodes are over by then."""
     one = "concurrency=1"
     refusal = {"error": {"message": "flagged", "code": "content_policy_violation"}}
-    server.answer = lambda n, body: (200, "No.") if n < 6 else (400, refusal) if n == 6 else (401, CANARY)
+    server.says = lambda n, body: (200, "No.") if n < 6 else (400, refusal) if n == 6 else (401, CANARY)
     with pytest.raises(ConfigError, match=r"status 401.*; 3 episodes are kept in .*jsonl: the same command goes on"):
         script(server, tmp_path, "tasks=3", "n=2", one)
     file = tmp_path / "dev-api-n2.jsonl"
@@ -283,7 +283,7 @@ def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, t
 
     file.write_text("\n".join(lines) + '\n{"record": {"task_')  # a kill in the middle of a line
     server.bodies.clear()
-    server.answer = lambda n, body: (200, "No.")
+    server.says = lambda n, body: (200, "No.")
     found = script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4")
     assert len(server.bodies) == 1 + 3 * 2  # the check and three episodes of two turns
     assert (found["tasks"], found["n"], found["quarantined"]) == (3, 2, 1)
@@ -310,9 +310,9 @@ def test_episodes_that_the_provider_lost_are_played_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     no_pauses(monkeypatch)
-    server.answer = lambda n, body: (200, "No.") if n < 4 else (503, "down")
+    server.says = lambda n, body: (200, "No.") if n < 4 else (503, "down")
     assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"]["engine_error"] == 0.5
-    server.answer = lambda n, body: (200, "No.")
+    server.says = lambda n, body: (200, "No.")
     assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"] == {"gave_up": 1.0}
 
 

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -24,7 +23,7 @@ import pytest
 import replay
 from appworld_agent import GOLD, mini, script, wrong
 from conftest import TINY
-from test_judge_loopback import Server, server  # noqa: F401 - a fixture
+from model_server import Server, server  # noqa: F401 - a fixture
 from test_run import train
 from test_vllm_launch import gone
 
@@ -470,24 +469,18 @@ OPTIONS = (
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One step of DRACO on five of the nine tasks, an epoch, judged by a loopback model; then two checkpoints more."""
-    made = Server()
-    made.answer = judged
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
     folder = tmp_path_factory.mktemp("appworld") / "run"
     longer = shutil.copytree(resolve(TINY), folder.with_name("longer"), ignore=shutil.ignore_patterns("__pycache__"))
     config = json.loads((longer / "config.json").read_text())
     (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24_000}))
-    with pytest.MonkeyPatch.context() as patch:
+    with Server() as made, pytest.MonkeyPatch.context() as patch:
+        made.says = judged
         patch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
         summary = train(
             *OPTIONS, f"policy.path={longer}", "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
-            f"judge.api_base=http://127.0.0.1:{made.server_address[1]}/v1", "tasks_per_step=5", "group_size=2", "loss.kl_coef=0",
+            f"judge.api_base={made.base}", "tasks_per_step=5", "group_size=2", "loss.kl_coef=0",
             "eval.before=false", "eval.tasks=2", f"run={folder}", "checkpoint.check_disk=false",
         )  # fmt: skip
-    made.shutdown()
-    thread.join()
-    made.server_close()
     assert summary["final_success"] == 1.0
     assert summary["setting"] == "dynamic+step"
     for version in (2, 3):  # as if it had gone on; a step takes a minute of the packaged policy on prompts of this size
@@ -602,9 +595,9 @@ def test_any_model_behind_an_api_plays_on_the_same_harness(
         sample = int(task_id == "mini2bb_2")  # completes this one without doing it
         return 200, script(task_id, sample)[sum(m["role"] == "assistant" for m in body["messages"])] + "and more"
 
-    server.answer = agent
+    server.says = agent
     evaluate.main([
-        "policy=litellm", "model=openai/gpt-4o-mini", f"api_base=http://127.0.0.1:{server.server_address[1]}/v1",
+        "policy=litellm", "model=openai/gpt-4o-mini", f"api_base={server.base}",
         "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "env.thinking=true", "split=test_normal",
         f"out={tmp_path}", "prices=2,0.5,8",
     ])  # fmt: skip
