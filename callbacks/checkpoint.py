@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,7 @@ class Checkpoints(Callback):
             log.warning("%s in the middle of step %d, which is lost: resume goes on before it", name, done)
             return
         try:
-            with saving():
-                saved = self._save(trainer, pl_module)
+            saved = self._save(trainer, pl_module)
             log.warning("%s after %d steps: saved %s", name, done, saved)
         except OSError as error:
             log.error("%s after %d steps, and the checkpoint could not be written: %s", name, done, error)
@@ -122,7 +122,8 @@ class Checkpoints(Callback):
             return folder
         step, state, rng, others = self._taken
         assert step == module.batches_done
-        checkpoint.save(self.run, step, module.policy, trainer.optimizers[0], state, rng, others)
+        with nullcontext() if sharded else saving():
+            checkpoint.save(self.run, step, module.policy, trainer.optimizers[0], state, rng, others)
         if rank():
             return folder
         checkpoint.prune(self.run, self.keep_last, _epoch_ends(trainer), self.keep_every)

@@ -65,7 +65,9 @@ class AgentRollout(RolloutStage):
         self._ahead: _Begun | None = None
 
     def begin(self, policy: Policy, batch: TaskBatch) -> None:
+        started = time.perf_counter()
         self._ahead = self._begin(policy, batch, self.engine.begin)
+        self._seconds += time.perf_counter() - started
 
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         self._groups, self._seconds, self._rolling = [], 0.0, 0.0
@@ -90,7 +92,6 @@ class AgentRollout(RolloutStage):
         self._rolling = last - begun.since if ahead else self._seconds
 
     def _begin(self, policy: Policy, batch: TaskBatch, drive: Callable[..., Iterator[Rollout]]) -> _Begun:
-        since = time.monotonic()
         finished: dict[int, list[Trajectory]] = {i: [] for i in range(len(batch.tasks))}
         rollouts: list[Rollout] = []
         for index, task in enumerate(batch.tasks):
@@ -100,7 +101,8 @@ class AgentRollout(RolloutStage):
                     rollouts.append(opened)
                 else:
                     finished[index].append(opened)
-        return _Begun(batch, finished, rollouts, drive(policy, rollouts, temperature=batch.temperature), since)
+        ended = drive(policy, rollouts, temperature=batch.temperature)
+        return _Begun(batch, finished, rollouts, ended, time.monotonic())
 
     def rest(self) -> None:
         self.engine.rest()

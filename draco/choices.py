@@ -37,6 +37,8 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
             config = compose("train", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explained(error, overrides)) from error
+    except ValueError as error:  # of Hydra, which takes no null for a group
+        raise ConfigError(f"{error}; leave a group out with ~GROUP") from error
     refuse_unread(config, overrides, ())
     return config
 

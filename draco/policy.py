@@ -173,11 +173,9 @@ class Policy(nn.Module):
         config = self.model.config
         length: int | None = getattr(config, "max_position_embeddings", None)
         rope = getattr(config, "rope_parameters", None) or {}
-        if not length or not rope.get("factor"):
+        if not length or rope.get("rope_type") != "yarn":  # others give the extended length
             return length
-        return max(
-            length, int(rope.get("original_max_position_embeddings", length) * rope["factor"])
-        )  # YaRN and others
+        return max(length, int(rope.get("original_max_position_embeddings", length) * rope["factor"]))
 
     @property
     def weights_folder(self) -> Path:

@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,8 +351,11 @@ def _trainer(config: DictConfig, parts: Parts, run: Path) -> tuple[Trainer, list
 
 
 def _loaders(config: DictConfig, parts: Parts) -> tuple[TaskLoader, EvalLoader]:
-    policy, limits = parts.module.policy, (config.limits.max_prompt_tokens, config.limits.max_response_tokens)
-    tasks = select_tasks(parts.environment, policy, config.env.train_split, None, *limits)
+    select = partial(
+        select_tasks, parts.environment, parts.module.policy, max_prompt=config.limits.max_prompt_tokens,
+        max_response=config.limits.max_response_tokens, may_outgrow=bool(config.resume),
+    )  # fmt: skip
+    tasks = select(config.env.train_split, None)
     loader = TaskLoader(
         tasks,
         steps=config.steps,
@@ -360,7 +364,7 @@ def _loaders(config: DictConfig, parts: Parts) -> tuple[TaskLoader, EvalLoader]:
         seed=config.seed,
         temperature=config.temperature,
     )
-    held_out = select_tasks(parts.environment, policy, config.eval.split, config.eval.tasks, *limits)
+    held_out = select(config.eval.split, config.eval.tasks)
     return loader, EvalLoader(held_out, n=config.eval.n, temperature=config.eval.temperature)
 
 

@@ -110,7 +110,14 @@ def check_scripted_criteria(titles: list[str]) -> None:
 
 
 def select_tasks(
-    environment: Environment, policy: Policy, split: str, limit: int | None, max_prompt: int, max_response: int
+    environment: Environment,
+    policy: Policy,
+    split: str,
+    limit: int | None,
+    max_prompt: int,
+    max_response: int,
+    *,
+    may_outgrow: bool = False,
 ) -> list[Task]:
     """Tasks of a split whose prompt fits; the others are counted, and the first ones named.
 
@@ -119,6 +126,7 @@ def select_tasks(
         split: of the environment.
         limit: the first so many tasks; None = all.
         max_prompt, max_response: tokens, of `limits`.
+        may_outgrow: of a run that goes on with limits which it cannot change any more.
 
     Raises:
         ConfigError: no such split, an empty one, no prompt fits, or a rollout may outgrow the policy's context.
@@ -143,7 +151,7 @@ def select_tasks(
             f"(shortest: {min(lengths.values())} tokens); raise the limit"
         )
     longest, context = max(lengths[t.id] for t in fitting), policy.context
-    if context is not None and longest + max_response > context:
+    if context is not None and longest + max_response > context and not may_outgrow:
         room = context - longest
         shorter = f"limits.max_response_tokens={room} or less" if room > 0 else "a smaller limits.max_prompt_tokens"
         raise ConfigError(

@@ -208,6 +208,9 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
                 key.startswith("judge.") or OmegaConf.select(config, copy) is not None
             ):
                 OmegaConf.update(config, copy, value, force_add=True)
+        guard = "rubric.stage.max_failed_share"  # a copy of the judge's, or in place of it
+        if key == "judge.max_failed_share" and OmegaConf.select(config, guard) is not None:
+            OmegaConf.update(config, guard, value)
     again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}
     config = DictConfig(_restored(OmegaConf.to_container(config), again))
     if missing := sorted({n for n in _redacted_names(config) if n not in again}):

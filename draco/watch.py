@@ -1,4 +1,4 @@
-"""One rank's fault ends all ranks, with its message and within a minute, wherever the others wait.
+"""One rank's fault ends all ranks, with its message and within a minute, wherever the others wait (a save is finished).
 
 A thread on every rank keeps a heartbeat in a small key-value store on rank 0's machine and reads what the others left
 there. A rank that fails writes its message before it ends; one that is killed stops beating (a neighbour on the same

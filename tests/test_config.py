@@ -229,15 +229,16 @@ class Lengths:
 def test_a_rollout_fits_into_the_policys_context() -> None:
     """What counts is the longest prompt that there is, not the longest that may be."""
 
-    def select(context: int | None, max_response: int) -> int:
+    def select(context: int | None, max_response: int, **more: bool) -> int:
         policy: Any = Lengths(context)
-        return len(select_tasks(DeskEnvironment(), policy, "train", 3, 4096, max_response))
+        return len(select_tasks(DeskEnvironment(), policy, "train", 3, 4096, max_response, **more))
 
     assert select(None, 24576) == select(2048, 2038) == 3
     with pytest.raises(ConfigError, match=r"take 2049 .*small was made for 2048; set limits\.max_response_tokens=2038"):
         select(2048, 2039)
     with pytest.raises(ConfigError, match=r"set a smaller limits\.max_prompt_tokens, or choose a policy with a longer"):
         select(10, 1)
+    assert select(2048, 2039, may_outgrow=True) == 3  # a resume, whose limits are what they were
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,13 @@ def test_a_rollout_fits_into_the_policys_context() -> None:
             {
                 "max_position_embeddings": 131072,
                 "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192},
             },
             131072,
         ),

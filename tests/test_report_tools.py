@@ -26,7 +26,14 @@ from rich.console import Console
 
 from callbacks.credit.step import StepLevelCredit
 from draco.analysis.audit import read_sheet, write_sheet
-from draco.analysis.judge_replay import criteria_overlap, load_results, replay_calls, replayable, summarise_replay
+from draco.analysis.judge_replay import (
+    _Purse,
+    criteria_overlap,
+    load_results,
+    replay_calls,
+    replayable,
+    summarise_replay,
+)
 from draco.analysis.judgements import read_groups
 from draco.analysis.matching import check_pairs, load_matches, match_criteria
 from draco.analysis.outside import judge_by_labels, read_groups_of
@@ -162,6 +169,26 @@ def test_money_stops_a_replay(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no known price"):
         asyncio.run(replay_calls(calls, OtherJudge({0: (1, 1)}, None), tmp_path / "d.jsonl", max_usd=1.0))  # type: ignore[arg-type]
     assert len(load_results(tmp_path / "d.jsonl")) == 1  # it was paid for
+
+
+def test_a_call_without_a_price_says_nothing_of_the_next(run: Path, tmp_path: Path) -> None:
+    """The price is set after the refusal; and a failure that was paid for is as dear as it was."""
+    first = next(c for c in replayable(run) if c["phase"] == "score")
+    calls = [{**first, "sample": i, "prompt_hash": str(i)} for i in range(20)]
+    file = tmp_path / "c.jsonl"
+    with pytest.raises(ConfigError, match="no known price"):
+        asyncio.run(replay_calls(calls, OtherJudge({0: (1, 1)}, None), file, max_usd=1.0))  # type: ignore[arg-type]
+    counts = asyncio.run(replay_calls(calls, SlowJudge(0.1, {}), file, max_usd=1.0))  # type: ignore[arg-type]
+    assert (counts["kept"], counts["sent"]) == (1, 10)
+
+    purse = _Purse(1.0)
+    for outcome, usd, rate in (("failed", None, None), ("failed", 0.0, None), ("ok", 0.5, 0.5), ("failed", 0.75, 0.75)):
+        purse.learn({"tokens_in": 1, "tokens_out": 0}, outcome, usd)
+        assert purse.rate == rate
+    assert purse.spent == 1.25
+    free = _Purse(1.0)
+    free.learn({"tokens_in": 1, "tokens_out": 0}, "ok", 0.0)
+    assert free.rate == 0.0
 
 
 class SlowJudge(OtherJudge):

@@ -356,6 +356,23 @@ def test_an_episode_that_closes_by_way_of_the_loop_does_not_stop_it(
     assert stuck.episode.closed == 1  # type: ignore[attr-defined]
 
 
+def test_an_episode_that_was_left_behind_is_closed_though_the_loop_is_gone(
+    start: Callable[..., FakeVllm], opened: Callable[..., object]
+) -> None:
+    """A run that ends early closes the loop while a thread is still inside an environment."""
+    StuckOnLoop.release.clear()
+    engine, policy = opened(start())  # type: ignore[misc]
+    (stuck,) = run(engine, policy, rollouts(policy, limits=Limits(deadline_s=2.0), episode=StuckOnLoop))
+    assert stuck.termination is Termination.DEADLINE
+    BackgroundLoop.shared().close()
+    engine.close()
+    StuckOnLoop.release.set()
+    until = time.monotonic() + 60
+    while not stuck.episode.closed and time.monotonic() < until:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    assert stuck.episode.closed == 1  # type: ignore[attr-defined]
+
+
 def test_waiting_for_a_place_takes_nothing_of_the_deadline(
     start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

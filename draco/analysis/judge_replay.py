@@ -94,10 +94,11 @@ class _Purse:
     rate: float | None = None  #: USD a token; None: no call was answered yet
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def learn(self, call: Mapping[str, Any], usd: float) -> None:
-        """What a call cost."""
-        self.spent += usd
-        self.rate = max(self.rate or 0.0, usd / _tokens(call))
+    def learn(self, call: Mapping[str, Any], outcome: str, usd: float | None) -> None:
+        """What a call cost. Without a known price, or where a failure cost nothing, it says nothing of the next."""
+        self.spent += usd or 0.0
+        if usd is not None and (usd or outcome == "ok"):
+            self.rate = max(self.rate or 0.0, usd / _tokens(call))
 
     async def take(self, call: Mapping[str, Any]) -> float | None:
         """USD set aside for a call, once it is known whether they are there; None: they are not."""
@@ -146,8 +147,8 @@ async def replay_calls(
     purse = _Purse(max_usd)
     by_key = {_key(c): c for c in calls}
     for past in jsonl.read(file):
-        if past["key"] in by_key and past["outcome"] == "ok":
-            purse.learn(by_key[past["key"]], past["usd"] or 0.0)
+        if past["key"] in by_key:
+            purse.learn(by_key[past["key"]], past["outcome"], past["usd"])
         else:
             purse.spent += past["usd"] or 0.0
     jsonl.mend(file)
@@ -185,10 +186,7 @@ async def replay_calls(
             counts["sent"] += 1
             if max_usd is not None and row["usd"] is None:
                 raise ConfigError("max_usd is set, but this judge has no known price; set judge.prices, or no max_usd")
-            if row["outcome"] == "ok":
-                purse.learn(call, row["usd"] or 0.0)
-            else:
-                purse.spent += row["usd"] or 0.0
+            purse.learn(call, row["outcome"], row["usd"])
             await purse.give_back(guess)
 
     wanted = [c for c in calls if _key(c) not in done]

@@ -20,6 +20,8 @@ def composed(overrides: Sequence[str]) -> DictConfig:
         ConfigError: no such option or choice.
     """
     config = compose_config(overrides)
+    if "judge" not in config:
+        raise ConfigError("~judge leaves nobody to ask; choose one with judge=litellm judge.model=PROVIDER/MODEL")
     if OmegaConf.is_missing(config.judge, "model"):
         raise ConfigError("judge.model is missing: name the judge's model, such as judge.model=openai/gpt-5.4")
     return config

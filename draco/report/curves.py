@@ -93,7 +93,7 @@ def _scatter(split: str, rows: Mapping[str, Sequence[Evaluation]], cost: _Cost) 
 def _cost_success(cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
     panels, said = [], list[str]()
     trained = [r for c in cells.values() for r in c]
-    for split in splits(trained):
+    for split in splits(trained, base=True):
         rows = {"base": bases(trained, split)} | {s: finals(cell, split) for s, cell in cells.items()}
         panels.append(_scatter(split, rows, lambda e: e.cost_usd(prices)))
         said += fault_notes(split, rows)
@@ -160,7 +160,7 @@ def _smoothing(series: Sequence[Series]) -> tuple[int, str]:
 def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
     panels, said = [], list[str]()
     trained = [r for c in cells.values() for r in c]
-    for split in splits(trained):
+    for split in splits(trained, base=True):
         groups = {"base": bases(trained, split)} | {s: finals(cell, split) for s, cell in cells.items()}
         for key, label in (
             ("tgc_pass_hat", "pass^k: all k runs succeed"),

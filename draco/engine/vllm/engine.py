@@ -520,13 +520,14 @@ class VllmEngine(Engine):
                 over = rollout.push(token, logprob)
                 if over:
                     break  # whatever a server sampled beyond the end of the turn is not part of it
-        loop = asyncio.get_running_loop()
-        working = loop.run_in_executor(self._pool, rollout.finish_turn)
+        assert self._pool is not None, "the engine is open while it has rollouts"
+        acting = _Acting(rollout)
+        working = self._pool.submit(acting)
         try:
-            await asyncio.shield(working)
+            await asyncio.shield(asyncio.wrap_future(working))
         except asyncio.CancelledError:
-            if not working.done() and rollout.abandon():  # the thread cannot be stopped and is not waited for
-                working.add_done_callback(lambda done: loop.run_in_executor(None, _close, rollout, done))
+            if acting.leave():  # the thread cannot be stopped and is not waited for
+                working.add_done_callback(acting.never_began)
             raise
 
     async def _sample(self, job: _Job, rollout: Rollout) -> Completion:
@@ -655,12 +656,39 @@ def _next(ended: queue.SimpleQueue[Rollout], future: Future[None]) -> Rollout:
                 raise EngineError("generation ended without all of its rollouts") from None
 
 
-def _close(rollout: Rollout, done: asyncio.Future[None]) -> None:
-    """Close the episode of an abandoned rollout once its thread is out of it."""
-    if not done.cancelled():
-        done.exception()
-    with contextlib.suppress(Exception):
-        rollout.episode.close()
+class _Acting:
+    """The actions of a turn, on a worker thread. One that is left behind closes the episode itself once it is out.
+
+    It needs no event loop for that: the run may be over by then, and its loop closed.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self._lock, self._out, self._left = threading.Lock(), False, False
+
+    def __call__(self) -> None:
+        try:
+            self.rollout.finish_turn()
+        finally:
+            with self._lock:
+                self._out = True
+            if self._left:
+                self._close()
+
+    def leave(self) -> bool:
+        """Give the rollout up; False if its thread is through, and whoever ends the rollout closes the episode."""
+        with self._lock:
+            self._left = not self._out and self.rollout.abandon()
+        return self._left
+
+    def never_began(self, working: Future[None]) -> None:
+        """The pool was shut down before it came to these actions."""
+        if working.cancelled():
+            self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):
+            self.rollout.episode.close()
 
 
 def _seed(seed: int, position: int) -> int:
