@@ -138,9 +138,10 @@ def trajectories(size: Size) -> list[tuple[Trajectory, tuple[float, ...]]]:
 
 
 class Ours:
-    """draco's worker; of the policy it needs the model, the device and the reference switch."""
+    """draco's worker; of the policy it needs the model, the device, the version and the reference switch."""
 
     name = "draco"
+    version = 0  #: that of the trajectories
 
     def __init__(self, size: Size) -> None:
         self.model = get_peft_model(make_model(size), LoraConfig(**LORA))
