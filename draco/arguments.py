@@ -110,16 +110,7 @@ def number(given: Mapping[str, str], name: str, default: float) -> float:
     Raises:
         ConfigError: not that; the option is named.
     """
-    text = given.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name}={text}: expected a number above 0")
-    return value
+    return _real(given, name, default, lambda value: math.isfinite(value) and value > 0, "above 0")
 
 
 def share(given: Mapping[str, str], name: str, default: float) -> float:
@@ -128,6 +119,10 @@ def share(given: Mapping[str, str], name: str, default: float) -> float:
     Raises:
         ConfigError: not that; the option is named.
     """
+    return _real(given, name, default, lambda value: 0 <= value <= 1, "from 0 to 1")
+
+
+def _real(given: Mapping[str, str], name: str, default: float, valid: Callable[[float], bool], expected: str) -> float:
     text = given.get(name)
     if text is None:
         return default
@@ -135,8 +130,8 @@ def share(given: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{name}={text}: expected a number from 0 to 1")
+    if not valid(value):
+        raise ConfigError(f"{name}={text}: expected a number {expected}")
     return value
 
 

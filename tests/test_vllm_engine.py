@@ -333,6 +333,15 @@ class StuckOnLoop(OnLoop):
         return super().step(actions)
 
 
+def let_go(stuck: Rollout) -> None:
+    """Its thread comes out of the environment, and the episode must be closed, once."""
+    StuckOnLoop.release.set()
+    until = time.monotonic() + 60
+    while not stuck.episode.closed and time.monotonic() < until:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    assert stuck.episode.closed == 1  # type: ignore[attr-defined]
+
+
 def test_an_episode_that_closes_by_way_of_the_loop_does_not_stop_it(
     start: Callable[..., FakeVllm], opened: Callable[..., object]
 ) -> None:
@@ -349,11 +358,7 @@ def test_an_episode_that_closes_by_way_of_the_loop_does_not_stop_it(
     kinds = [Termination.ENGINE_ERROR, Termination.DEADLINE, Termination.DEADLINE]
     assert [row.termination for row in (refused, late, stuck)] == kinds
     assert [row.episode.closed for row in (refused, late)] == [1, 1]  # type: ignore[attr-defined]
-    StuckOnLoop.release.set()
-    until = time.monotonic() + 60
-    while not stuck.episode.closed and time.monotonic() < until:  # type: ignore[attr-defined]
-        time.sleep(0.01)
-    assert stuck.episode.closed == 1  # type: ignore[attr-defined]
+    let_go(stuck)
 
 
 def test_an_episode_that_was_left_behind_is_closed_though_the_loop_is_gone(
@@ -366,11 +371,7 @@ def test_an_episode_that_was_left_behind_is_closed_though_the_loop_is_gone(
     assert stuck.termination is Termination.DEADLINE
     BackgroundLoop.shared().close()
     engine.close()
-    StuckOnLoop.release.set()
-    until = time.monotonic() + 60
-    while not stuck.episode.closed and time.monotonic() < until:  # type: ignore[attr-defined]
-        time.sleep(0.01)
-    assert stuck.episode.closed == 1  # type: ignore[attr-defined]
+    let_go(stuck)
 
 
 def test_waiting_for_a_place_takes_nothing_of_the_deadline(
