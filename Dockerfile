@@ -36,7 +36,7 @@ COPY --from=cpu-build --chown=draco:draco /opt/draco /opt/draco
 ENV PATH=/opt/draco/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/work/models WANDB_MODE=offline
 USER 10001
 WORKDIR /work
-HEALTHCHECK --interval=60s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "draco.healthcheck"]
+HEALTHCHECK --interval=60s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "draco.run.healthcheck"]
 ENTRYPOINT ["draco-train"]
 
 # --- CUDA ---------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ ENV VIRTUAL_ENV=/opt/draco PATH=/opt/draco/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDO
     HF_HOME=/work/models WANDB_MODE=offline
 USER 10001
 WORKDIR /work
-HEALTHCHECK --interval=60s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "draco.healthcheck"]
+HEALTHCHECK --interval=60s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "draco.run.healthcheck"]
 ENTRYPOINT ["draco-train"]
 
 # --- optional: AppWorld beside it, in an environment of its own (its pins cannot live with the trainer's) ---------------

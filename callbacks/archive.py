@@ -1,4 +1,4 @@
-"""Writes every training step's tables (see `draco.archive`). A restart rewrites the steps after its checkpoint."""
+"""Writes every training step's tables (see `draco.run.archive`). A restart rewrites the steps after its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
-from draco.archive import write_step
 from draco.module import GRPOModule
+from draco.run.archive import write_step
 
 __all__ = ["ArchiveWriter"]
 

@@ -16,11 +16,11 @@ from typing import Any
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
-from draco import checkpoint
-from draco.distributed import broadcast, gather, rank, saving, world_size
-from draco.errors import ConfigError
+from draco.core.distributed import broadcast, gather, rank, saving, world_size
+from draco.core.errors import ConfigError
 from draco.module import GRPOModule
-from draco.sharding import is_sharded
+from draco.policy.sharding import is_sharded
+from draco.run import checkpoint
 
 __all__ = ["Checkpoints"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
-from draco.evaluation.metrics import summarise
+from draco.env.success import summarise
 from draco.module import GRPOModule
-from draco.summary import evaluation_file, evaluation_metrics, write_json
+from draco.run.summary import evaluation_file, evaluation_metrics, write_json
 
 __all__ = ["Evaluations"]
 

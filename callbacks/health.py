@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
-from draco.metrics import judge_speed
 from draco.module import GRPOModule
+from draco.update.metrics import judge_speed
 
 __all__ = ["Health"]
 

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from draco.agent import STEP_KINDS, Limits, Rollout, sampling_seed
-from draco.engine.base import Engine
+from draco.core.errors import ConfigError
+from draco.core.types import Group, Task, TaskBatch, Termination, Trajectory
 from draco.env.base import Environment
-from draco.errors import ConfigError
-from draco.policy import Policy
+from draco.policy.policy import Policy
+from draco.rollout.engines.base import Engine
+from draco.rollout.rollout import STEP_KINDS, Limits, Rollout, sampling_seed
 from draco.stages import RolloutStage
-from draco.types import Group, Task, TaskBatch, Termination, Trajectory
 
 __all__ = ["AgentRollout"]
 

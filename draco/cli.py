@@ -10,7 +10,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from draco.errors import ConfigError, DracoError, TrainingStopped
+from draco.core.errors import ConfigError, DracoError, TrainingStopped
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,7 +32,7 @@ def main() -> None:
     log.setLevel(logging.INFO)
     try:
         _compose()
-    except KeyboardInterrupt:  # while libraries load or the configuration composes; later see draco.interrupt
+    except KeyboardInterrupt:  # while libraries load or the configuration composes; later see draco.core.signals
         log.warning("interrupted before the run began")
         sys.exit(130)
 
@@ -43,7 +43,7 @@ def _compose() -> None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from draco.choices import explained
+    from draco.config.choices import explained
 
     detailed = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises then what it would print by itself, with exit status 1
@@ -73,7 +73,7 @@ def _main(config: DictConfig) -> dict[str, Any]:
     from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
-    from draco.choices import one_line, refuse_beside_self_judge, refuse_unread
+    from draco.config.choices import one_line, refuse_beside_self_judge, refuse_unread
 
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode is RunMode.MULTIRUN
@@ -115,12 +115,12 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from rich.console import Console
 
-    from draco.distributed import launched
-    from draco.interrupt import EXIT_REQUEUE, Interrupted
-    from draco.placement import launch_processes
-    from draco.run import train  # torch and lightning load here, after the configuration has composed
-    from draco.runfolder import resume_config
-    from draco.summary import closing_table
+    from draco.config.launch import launch_processes
+    from draco.core.distributed import launched
+    from draco.core.signals import EXIT_REQUEUE, Interrupted
+    from draco.run.folder import resume_config
+    from draco.run.summary import closing_table
+    from draco.run.train import train  # torch and lightning load here, after the configuration has composed
 
     named = [o for o in overrides if o.split("=", 1)[0] in {"run", "resume"}]
     if sweeping and named:
@@ -148,7 +148,7 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
         log.warning("SIGTERM: stopped; %s", go_on)
         raise SystemExit(EXIT_REQUEUE) from None
     except TrainingStopped as error:
-        from draco.checkpoint import checkpoints  # torch: not before signals are listened to
+        from draco.run.checkpoint import checkpoints  # torch: not before signals are listened to
 
         saved = checkpoints(Path(config.run))
         kept = f"saved up to {saved[-1].name}" if saved else "no step was complete, so nothing is saved yet"

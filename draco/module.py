@@ -15,22 +15,22 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from draco.attention import pack_attention
-from draco.distributed import all_reduce_sum, gather, merge_metrics, world_size
+from draco.core.distributed import all_reduce_sum, gather, merge_metrics, world_size
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.signals import hold, release, uninterrupted
+from draco.core.types import Credit, Group, TaskBatch
 from draco.env.base import Evaluator
-from draco.errors import ConfigError, TrainingStopped
-from draco.evaluation.records import EvalRecord, evaluate_groups
-from draco.interrupt import hold, release, uninterrupted
-from draco.loader import TaskLoader
-from draco.logprobs import check_head, output_head
-from draco.metrics import credit_metrics, loss_metrics
-from draco.options import LossOptions, UpdateOptions
-from draco.packing import Row, rows_of
-from draco.policy import Policy
-from draco.sharding import ShardedStrategy, full, gathered, is_sharded, shard, whole_call
+from draco.env.records import EvalRecord, evaluate_groups
+from draco.policy.attention import pack_attention
+from draco.policy.policy import Policy
+from draco.policy.sharding import ShardedStrategy, full, gathered, is_sharded, shard, whole_call
+from draco.run.loader import TaskLoader
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
-from draco.types import Credit, Group, TaskBatch
-from draco.update import Totals, Worker
+from draco.update.gradients import Totals, Worker
+from draco.update.logprobs import check_head, output_head
+from draco.update.metrics import credit_metrics, loss_metrics
+from draco.update.options import LossOptions, UpdateOptions
+from draco.update.packing import Row, rows_of
 
 __all__ = ["GRPOModule", "LossOptions", "StepRecord", "UpdateOptions"]
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch.callbacks import Callback
 
-from draco.errors import StageError
-from draco.types import Credit, Group, Judgement, TaskBatch
+from draco.core.errors import StageError
+from draco.core.types import Credit, Group, Judgement, TaskBatch
 
 if TYPE_CHECKING:
-    from draco.policy import Policy
+    from draco.policy.policy import Policy
 
 __all__ = ["CreditStage", "RolloutStage", "RubricStage", "find_stage"]
 

@@ -7,9 +7,9 @@ As every rule here it moves credit between steps and makes none: Σ_j n_j a_j = 
 
 from __future__ import annotations
 
-from draco.credit import Reason, StepCredit
-from draco.credit_stage import GroupCredit
-from draco.types import Judgement
+from draco.core.types import Judgement
+from draco.credit.base import GroupCredit
+from draco.credit.redistribution import Reason, StepCredit
 
 __all__ = ["DiscountedCredit"]
 

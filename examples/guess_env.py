@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from draco.core.errors import ConfigError
+from draco.core.types import Message, Task
 from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
-from draco.errors import ConfigError
-from draco.types import Message, Task
 
 __all__ = ["GuessEnvironment", "GuessEvaluator"]
 

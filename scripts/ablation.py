@@ -23,8 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draco.errors import ConfigError
-from draco.summary import read_json, write_json
+from draco.core.errors import ConfigError
+from draco.run.summary import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (

@@ -22,9 +22,9 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from draco.archive import read_table
 from draco.env.desk.evaluator import DeskEvaluator
 from draco.env.desk.scenarios import plan
+from draco.run.archive import read_table
 
 WINDOWS = 4
 

@@ -32,13 +32,13 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from draco.analysis.judging import composed
-from draco.arguments import run_main, share, split, whole
-from draco.errors import ConfigError, JudgeReplyError
-from draco.judge.authoring import Rated, prune, rate, reduce_to_one
-from draco.judge.basegroups import sample_groups
+from draco.config.arguments import run_main, share, split, whole
+from draco.config.compose import composed
+from draco.core.errors import ConfigError, JudgeReplyError
+from draco.core.types import Criterion, Group
 from draco.judge.pipeline import JudgePipeline
-from draco.types import Criterion, Group
+from draco.study.authoring import Rated, prune, rate, reduce_to_one
+from draco.study.base_rollouts import sample_groups
 
 OWN = {"out", "tasks", "samples", "most", "applicable", "discriminative"}
 
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
     out = Path(given["out"])
     if out.exists():
         raise ConfigError(f"{out} exists; name a new file")
-    from draco.run import instantiate
+    from draco.run.train import instantiate
 
     console = Console()
     client = instantiate(config.judge)  # a wrong key or model should not cost a rollout

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from draco.arguments import parse, run_main, whole
+from draco.config.arguments import parse, run_main, whole
+from draco.core.errors import ConfigError
 from draco.env.appworld.client import ServerOptions
 from draco.env.appworld.data import Roots
 from draco.env.appworld.pool import Pool, Slot
-from draco.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))

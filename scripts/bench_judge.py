@@ -32,16 +32,16 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from draco.analysis.judging import composed
-from draco.archive import write_step
-from draco.arguments import run_main, split, whole
-from draco.errors import ConfigError
-from draco.judge.basegroups import archived_groups, sample_groups
+from draco.config.arguments import run_main, split, whole
+from draco.config.compose import composed
+from draco.core.errors import ConfigError
+from draco.core.types import Group, Judgement
 from draco.judge.cachemodel import Usage, prompt_usage
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord
-from draco.types import Group, Judgement
+from draco.run.archive import write_step
+from draco.study.base_rollouts import archived_groups, sample_groups
 
 OWN = {"run", "steps", "tasks", "samples"}
 RATIO, AGREEMENT = 0.5, 0.98  #: targets
@@ -63,7 +63,7 @@ def groups_of(config: DictConfig, given: dict[str, str], quick: bool) -> list[Gr
 
 def judged(config: DictConfig, groups: Sequence[Group], plan: str) -> tuple[list[Judgement], list[CallRecord]]:
     """Judge all groups by one plan."""
-    from draco.run import instantiate
+    from draco.run.train import instantiate
 
     records: list[CallRecord] = []
     client = instantiate(config.judge, plan=plan)

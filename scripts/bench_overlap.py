@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from callbacks.rubric.dynamic import DynamicRubric
+from draco.core.types import Group, Message, Step, Task, Termination, Trajectory
 from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
-from draco.types import Group, Message, Step, Task, Termination, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 

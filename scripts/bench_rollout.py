@@ -27,13 +27,13 @@ from pathlib import Path
 
 import torch
 
-from draco.agent import Limits, Rollout, sampling_seed
-from draco.engine import Engine
-from draco.engine.transformers import TransformersEngine
-from draco.engine.vllm import Launch, VllmEngine
+from draco.core.types import Message, Task, Trajectory
 from draco.env.base import ActionFormat, ActionSpan, Episode, Reply
-from draco.policy import Policy
-from draco.types import Message, Task, Trajectory
+from draco.policy.policy import Policy
+from draco.rollout.engines import Engine
+from draco.rollout.engines.transformers import TransformersEngine
+from draco.rollout.engines.vllm import Launch, VllmEngine
+from draco.rollout.rollout import Limits, Rollout, sampling_seed
 
 TURNS = 12
 PYTHON = Path(".venv-vllm/bin/python")
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> dict[str, float | None]:
     parser.add_argument("--episodes", type=int, default=None)
     parser.add_argument("--turn-tokens", type=int, default=24)
     parser.add_argument("--observation-tokens", type=int, default=120)
-    parser.add_argument("--model", default="pkg://draco.policies.tiny")
+    parser.add_argument("--model", default="pkg://draco.policy.tiny")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--no-vllm", action="store_true")
     given = parser.parse_args(arguments)

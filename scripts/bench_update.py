@@ -6,7 +6,7 @@ The script fails unless loss and gradient norm agree to 1e-5; only then are the 
 
 TRL runs in its fastest setting on a CPU: float32, its fused chunked LM head (1.16 has no other), sdpa attention, no
 gradient checkpointing, `GRPOTrainer` itself with the inputs that its generation would hand it, padded as it pads. Of
-whole-batch and one-row micro-batches the faster is taken (tried first, printed). draco runs `draco.update.Worker` as
+whole-batch and one-row micro-batches the faster is taken (tried first, printed). draco runs `Worker` as
 the trainer does, with as many tokens a pass as TRL's longest row has (at least 1,024).
 
     tiny    5 layers × 128, 600 words, 24 trajectories of 100–240 tokens     the default run, scaled down
@@ -47,14 +47,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draco.attention import pack_attention
-from draco.fused import fuse_layers
-from draco.logprobs import step_logprobs
-from draco.lora import fuse_lora
-from draco.options import LossOptions
-from draco.packing import Row
-from draco.types import Step, Task, Termination, Trajectory
-from draco.update import Totals, Worker
+from draco.core.types import Step, Task, Termination, Trajectory
+from draco.policy.attention import pack_attention
+from draco.policy.fused import fuse_layers
+from draco.policy.lora import fuse_lora
+from draco.update.gradients import Totals, Worker
+from draco.update.logprobs import step_logprobs
+from draco.update.options import LossOptions
+from draco.update.packing import Row
 
 TOLERANCE = 1e-5
 KL = 0.01

@@ -1,8 +1,8 @@
 """Build the `tiny` policy: tokenizer, chat template, and a small Llama cloned from the scripted agent of `desk`.
 
-    python scripts/build_tiny_policy.py                    # rewrites draco/policies/tiny in some minutes on one core
+    python scripts/build_tiny_policy.py                    # rewrites draco/policy/tiny in some minutes on one core
     python scripts/build_tiny_policy.py out=/tmp/tiny clean=200 broad=100 faulty=100
-    python scripts/build_tiny_policy.py measure=draco/policies/tiny split=test_challenge
+    python scripts/build_tiny_policy.py measure=draco/policy/tiny split=test_challenge
 
 A drill teaches copying; clean demonstrations of the families follow, then clean ones of any mix of sub-goals, then
 faulty ones with one fixed rate a fault. In the last a turn is now and then garbled and repeated: what was garbled is
@@ -77,7 +77,7 @@ ERRORS = """write one call apis.app.name(key=value)|write one JSON call|literals
 class Options:
     """What `name=value` on the command line sets."""
 
-    out: str = "draco/policies/tiny"
+    out: str = "draco/policy/tiny"
     seed: int = 0
     drill: int = 220  #: updates on repeated names and numbers, where copying is learned
     clean: int = 400  #: updates on clean tasks of the families

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draco.analysis.audit import read_sheet
-from draco.arguments import parse, run_main
-from draco.errors import ConfigError
+from draco.config.arguments import parse, run_main
+from draco.core.errors import ConfigError
+from draco.study.audit import read_sheet
 
 
 def main(arguments: list[str]) -> None:

@@ -35,9 +35,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import prices_of, run_main
-from draco.checks import whole
-from draco.errors import ConfigError
+from draco.config.arguments import prices_of, run_main
+from draco.config.options import whole
+from draco.core.errors import ConfigError
 
 OPTIONS = {
     "run", "env", "split", "n", "tasks", "checkpoint", "checkpoints", "temperature", "seed", "prices", "policy",
@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> None:
         evaluate_tau.main(arguments)
         return
     given = options(arguments)
-    from draco.evaluation.metrics import leaderboard, over_checkpoints  # torch loads here
-    from draco.summary import write_json
+    from draco.env.success import leaderboard, over_checkpoints  # torch loads here
+    from draco.run.summary import write_json
 
     for name in ("n", "tasks"):
         whole(name, given.get(name), 1, optional=True)
@@ -126,8 +126,8 @@ def main(arguments: list[str]) -> None:
 def _run(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     run = Path(str(given["run"]))
     config = run_config(run)
-    from draco.choices import merge_known
-    from draco.evaluation.evaluate import evaluate_checkpoints
+    from draco.config.choices import merge_known
+    from draco.study.evaluate import evaluate_checkpoints
 
     if given.get("env", config.env.name) != config.env.name:
         raise ConfigError(
@@ -150,7 +150,7 @@ def api_config(given: dict[str, Any]) -> DictConfig:
     Raises:
         ConfigError: no such environment or option.
     """
-    from draco.choices import compose_config
+    from draco.config.choices import compose_config
 
     # Without policy=hf the default policy's budgets would hold, which are those of a toy.
     config = compose_config([f"env={given['env']}", "policy=hf", *given["overrides"]])
@@ -165,11 +165,11 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     from contextlib import closing
     from dataclasses import asdict, replace
 
-    from draco.evaluation.api_agent import ApiAgent
-    from draco.evaluation.ledger import Ledger
-    from draco.evaluation.metrics import summarise
-    from draco.evaluation.records import priced, record_of
-    from draco.run import instantiate
+    from draco.env.records import priced, record_of
+    from draco.env.success import summarise
+    from draco.run.train import instantiate
+    from draco.study.api_agent import ApiAgent
+    from draco.study.ledger import Ledger
 
     config = api_config(given)
     environment, evaluator = instantiate(config.env.environment), instantiate(config.env.get("evaluator"))

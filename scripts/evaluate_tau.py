@@ -29,11 +29,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from draco import checkpoint
-from draco.arguments import parse, prices_of, whole
-from draco.errors import ConfigError
-from draco.evaluation.tau import BANKING, TauOptions, parse_results, recorded_settings, run_tau2, served, tau2_version
-from draco.summary import write_json
+from draco.config.arguments import parse, prices_of, whole
+from draco.core.errors import ConfigError
+from draco.run import checkpoint
+from draco.run.summary import write_json
+from draco.study.tau import BANKING, TauOptions, parse_results, recorded_settings, run_tau2, served, tau2_version
 
 OPTIONS = {
     "env", "run", "n", "checkpoint", "tau2", "results", "api_base", "model", "python", "tool_parser", "port", "user",

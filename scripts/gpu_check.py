@@ -21,20 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Qwen2Config
 
-from draco.attention import pack_attention
-from draco.options import LossOptions
-from draco.packing import Row
-from draco.plan.hardware import GPUS
-from draco.policy import Policy
-from draco.types import Step, Task, Termination, Trajectory
-from draco.update import Worker
+from draco.core.types import Step, Task, Termination, Trajectory
+from draco.policy.attention import pack_attention
+from draco.policy.policy import Policy
+from draco.study.planner.hardware import GPUS
+from draco.update.gradients import Worker
+from draco.update.options import LossOptions
+from draco.update.packing import Row
 
 BUDGET_S = 440.0
 
 
 def build(folder: Path, device: torch.device, dry: bool) -> Policy:
     """A policy with random weights: nothing is downloaded or read."""
-    tiny = Path(str(files("draco.policies") / "tiny"))
+    tiny = Path(str(files("draco.policy") / "tiny"))
     for file in tiny.iterdir():
         if "tokenizer" in file.name or "template" in file.name or file.name == "special_tokens_map.json":
             shutil.copy(file, folder)

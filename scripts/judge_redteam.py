@@ -2,7 +2,7 @@
 
     python scripts/judge_redteam.py judge=litellm judge.model=openai/gpt-5.4 [judge.plan=lean] [attacks=10]
 
-Every attack of draco/judge/redteam/attacks.yaml is planted in a rollout that provably breaks two of three criteria; the
+Every attack of draco/study/redteam/attacks.yaml is planted in a rollout that provably breaks two of three criteria; the
 same rollout with a neutral text in its place is the control. A flip is a verdict that differs from the control's; a
 *won* flip raises it. Judges are not deterministic: `controls` repeats of the control (default 3) show how many verdicts
 differ by themselves; with a cache that keeps replies, add judge.cache=off. A judge whose call fails on an attack counts
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from draco.analysis.judging import composed
-from draco.arguments import run_main, split, whole
-from draco.errors import ConfigError
+from draco.config.arguments import run_main, split, whole
+from draco.config.compose import composed
+from draco.core.errors import ConfigError
+from draco.core.types import Judgement
 from draco.judge.pipeline import JudgePipeline
-from draco.judge.redteam import CHANNELS, Attack, attacks, criteria, planted_group
-from draco.types import Judgement
+from draco.study.redteam import CHANNELS, Attack, attacks, criteria, planted_group
 
 OWN = {"attacks", "controls"}
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     """Run the set, print a table and one line of JSON."""
     given, overrides = split(arguments, OWN)
     config = composed(overrides)
-    from draco.run import instantiate
+    from draco.run.train import instantiate
 
     chosen = attacks()[: whole(given, "attacks", 1, least=1)] if "attacks" in given else attacks()
     controls = whole(given, "controls", 3, least=1)

@@ -27,19 +27,19 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from draco.analysis.judging import composed
-from draco.analysis.outside import Outside, judge_by_labels, read_groups_of, too_few
-from draco.analysis.runs import open_run
-from draco.analysis.series import archive_numbers
-from draco.archive import write_step
-from draco.arguments import parse, run_main, whole
-from draco.errors import ConfigError
+from draco.config.arguments import parse, run_main, whole
+from draco.config.compose import composed
+from draco.core.errors import ConfigError
+from draco.core.types import Group
 from draco.judge.stage import read_secret
-from draco.report.page import write_page
-from draco.run import instantiate
-from draco.runfolder import prepare, write_config
+from draco.run.archive import write_step
+from draco.run.folder import prepare, write_config
+from draco.run.train import instantiate
 from draco.stages import CreditStage
-from draco.types import Group
+from draco.study.outside import Outside, judge_by_labels, read_groups_of, too_few
+from draco.study.page import write_page
+from draco.study.runs import open_run
+from draco.study.series import archive_numbers
 
 OPTIONS = {"input", "out", "judge", "rubric", "credit", "caveats", "batch", "overwrite"}
 

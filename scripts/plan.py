@@ -25,12 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from draco.arguments import split
-from draco.choices import compose_config
-from draco.errors import ConfigError, DracoError
-from draco.placement import processes
-from draco.plan.hardware import GPUS, Assumptions
-from draco.plan.report import make_plan
+from draco.config.arguments import split
+from draco.config.choices import compose_config
+from draco.config.launch import processes
+from draco.core.errors import ConfigError, DracoError
+from draco.study.planner.hardware import GPUS, Assumptions
+from draco.study.planner.report import make_plan
 
 #: of this script; every other option is one of train.py
 OPTIONS = {

@@ -14,12 +14,12 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from callbacks.rubric.random import toss
-from draco.analysis.replay import RewardOf, replay_step
-from draco.analysis.runs import open_run
-from draco.arguments import parse, run_main
-from draco.errors import ConfigError
-from draco.run import instantiate
-from draco.types import Judgement
+from draco.config.arguments import parse, run_main
+from draco.core.errors import ConfigError
+from draco.core.types import Judgement
+from draco.run.train import instantiate
+from draco.study.replay import RewardOf, replay_step
+from draco.study.runs import open_run
 
 SHOWN = 20  #: mismatches printed
 

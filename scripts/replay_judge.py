@@ -30,16 +30,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draco.analysis.judge_replay import load_results, replay_calls, replayable, summarise_replay
-from draco.analysis.judging import judge_config
-from draco.analysis.matching import load_matches, match_criteria
-from draco.analysis.runs import open_run
-from draco.arguments import number, parse, run_main, whole
-from draco.errors import ConfigError
+from draco.config.arguments import number, parse, run_main, whole
+from draco.config.compose import judge_config
+from draco.core.errors import ConfigError
 from draco.judge.client import JudgeClient
 from draco.judge.prompts import PHASES
-from draco.run import instantiate
-from draco.summary import write_json
+from draco.run.summary import write_json
+from draco.run.train import instantiate
+from draco.study.judge_replay import load_results, replay_calls, replayable, summarise_replay
+from draco.study.matching import load_matches, match_criteria
+from draco.study.runs import open_run
 
 OPTIONS = {"judge", "matcher", "phases", "every", "max_calls", "max_usd", "window"}
 

@@ -23,15 +23,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from draco import durable
-from draco.analysis.runs import open_run
-from draco.analysis.series import archive_numbers
-from draco.arguments import number, parse, prices_of, run_main, whole
-from draco.errors import ConfigError
-from draco.report.curves import all_figures
-from draco.report.figures import Figure, require_matplotlib, write_figure
-from draco.report.page import write_page
-from draco.report.tables import Table, all_tables, write_table
+from draco.config.arguments import number, parse, prices_of, run_main, whole
+from draco.core import files as durable
+from draco.core.errors import ConfigError
+from draco.study.curves import all_figures
+from draco.study.figures import Figure, require_matplotlib, write_figure
+from draco.study.page import write_page
+from draco.study.runs import open_run
+from draco.study.series import archive_numbers
+from draco.study.tables import Table, all_tables, write_table
 
 OPTIONS = {"out", "png", "window", "prices", "html", "max_mb", "max_text", "audit"}
 
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> None:
             size = write_page(run, numbers[run.path], max_mb=max_mb, max_text=max_text)
             print(f"page:    {run.path / 'report.html'} ({size / 1e6:.1f} MB)")
     if count:
-        from draco.analysis.audit import write_sheet
+        from draco.study.audit import write_sheet
 
         for run in trained:
             print(f"audit:   {write_sheet(run.path, count)}")

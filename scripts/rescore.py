@@ -23,17 +23,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rubric.static import StaticRubric
-from draco.analysis.judgements import read_groups
-from draco.analysis.judging import judge_config
-from draco.analysis.runs import open_run
-from draco.archive import step_folder, write_step
-from draco.arguments import parse, run_main, whole
-from draco.errors import ConfigError
+from draco.config.arguments import parse, run_main, whole
+from draco.config.compose import judge_config
+from draco.core.errors import ConfigError
+from draco.core.types import Criterion
 from draco.judge.stage import read_secret
-from draco.run import instantiate
-from draco.runfolder import RESUMABLE, redacted
-from draco.summary import write_json
-from draco.types import Criterion
+from draco.run.archive import step_folder, write_step
+from draco.run.folder import RESUMABLE, redacted
+from draco.run.summary import write_json
+from draco.run.train import instantiate
+from draco.study.judgements import read_groups
+from draco.study.runs import open_run
 
 #: judge options that only carry the calls: no score depends on them
 _CARRIAGE = {n.removeprefix("judge.") for n in RESUMABLE} | {"cache", "backoff_s", "deadline_s", "group_deadline_s"}

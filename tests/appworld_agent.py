@@ -7,9 +7,9 @@ from typing import Any
 
 from conftest import type_out
 
-from draco.agent import Rollout
-from draco.engine import Engine
 from draco.env.appworld.inside import mini
+from draco.rollout.engines import Engine
+from draco.rollout.rollout import Rollout
 
 __all__ = ["GOLD", "ScriptedCoder", "script", "wrong"]
 

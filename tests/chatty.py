@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from conftest import type_out
 
-from draco.agent import Rollout
-from draco.engine import Engine
+from draco.core.types import Termination
 from draco.env.desk.agent import Agent
+from draco.env.desk.judge.reading import read_prompt
+from draco.env.desk.judge.replies import reply
 from draco.env.desk.scenarios import plan
-from draco.judge.scripted.reading import read_prompt
-from draco.judge.scripted.replies import reply
-from draco.types import Termination
+from draco.rollout.engines import Engine
+from draco.rollout.rollout import Rollout
 
 __all__ = ["Chatty", "save_chat_model"]
 

@@ -10,18 +10,18 @@ from importlib.resources import files
 import pytest
 import torch
 
-from draco.agent import Limits, Rollout
-from draco.chat import ChatFormat
-from draco.engine import Engine
+from draco.core.types import Message, Task
 from draco.env.base import CODE, ActionFormat, Environment, Episode, Evaluator, Outcome, Reply
-from draco.policy import Policy
-from draco.types import Message, Task
+from draco.policy.chat import ChatFormat
+from draco.policy.policy import Policy
+from draco.rollout.engines import Engine
+from draco.rollout.rollout import Limits, Rollout
 
 torch.set_num_threads(1)
 for name in ("NO_PROXY", "no_proxy"):  # servers on this machine are not behind the proxy that a shell may name
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
-TINY = "pkg://draco.policies.tiny"
+TINY = "pkg://draco.policy.tiny"
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def new_policy() -> Callable[[], Policy]:
 def chat() -> ChatFormat:
     from transformers import AutoTokenizer
 
-    return ChatFormat(AutoTokenizer.from_pretrained(str(files("draco.policies") / "tiny")))
+    return ChatFormat(AutoTokenizer.from_pretrained(str(files("draco.policy") / "tiny")))
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from callbacks.credit.uniform import UniformCredit
-from draco.archive import read_table, read_trajectories
-from draco.loader import TaskLoader
+from draco.core.types import Credit, Group, Judgement, Task, TaskBatch, Termination
 from draco.module import GRPOModule, UpdateOptions
-from draco.options import LossOptions
-from draco.policy import Policy
+from draco.policy.policy import Policy
+from draco.run.archive import read_table, read_trajectories
+from draco.run.loader import TaskLoader
 from draco.stages import RolloutStage, RubricStage
-from draco.types import Credit, Group, Judgement, Task, TaskBatch, Termination
+from draco.update.options import LossOptions
 
 TASKS, MEMBERS, STEPS = 3, 3, 5
 
@@ -97,7 +97,7 @@ def replay(run: Path, ranks: int, updates: int) -> dict[str, Any]:
 
     def policy() -> Policy:
         torch.manual_seed(0)
-        built = Policy("pkg://draco.policies.tiny")
+        built = Policy("pkg://draco.policy.tiny")
         generator = torch.Generator().manual_seed(1)
         for name, parameter in built.named_parameters():
             if "lora_B" in name:

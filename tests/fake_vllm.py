@@ -15,8 +15,8 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draco.engine.vllm.launch import BASE
-from draco.policy import Policy
+from draco.policy.policy import Policy
+from draco.rollout.engines.vllm.launch import BASE
 
 __all__ = ["FakeVllm"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
+from draco.core.types import Step, Task, Termination, Trajectory
 from draco.env.base import Outcome
 from draco.env.desk.agent import Agent
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import DeskEvaluator
 from draco.env.desk.scenarios import plan
-from draco.types import Step, Task, Termination, Trajectory
 
 FAULTS = (
     "skips_pages",

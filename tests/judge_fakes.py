@@ -14,8 +14,8 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 import litellm
 from litellm.llms.custom_llm import CustomLLM
 
+from draco.core.types import Criterion, Group, Message, Step, Task, Termination, Trajectory
 from draco.judge.client import JudgeClient
-from draco.types import Criterion, Group, Message, Step, Task, Termination, Trajectory
 
 TASK = Task("t1", "pay ana 31", "train", "s1")
 PHASE = re.compile(r"^# Call: (\w+)$", re.MULTILINE)

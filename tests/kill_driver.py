@@ -75,8 +75,8 @@ def job(run: Path, overrides: list[str]) -> None:
     """What `python train.py` does, without its process."""
     from hydra import compose, initialize_config_module
 
-    from draco.run import train
-    from draco.runfolder import resume_config
+    from draco.run.folder import resume_config
+    from draco.run.train import train
 
     resume = (run / "config.yaml").is_file()
     given = [f"resume={run}"] if resume else [*overrides, f"run={run}"]
@@ -115,8 +115,8 @@ def main() -> None:
     import torch
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    import draco.evaluation.evaluate
-    import draco.judge.scripted  # noqa: F401
+    import draco.env.desk.judge
+    import draco.study.evaluate  # noqa: F401
 
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("draco").setLevel(logging.INFO)

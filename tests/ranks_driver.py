@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.rollout import AgentRollout
-from draco import checkpoint
-from draco.archive import read_table, read_trajectories
-from draco.errors import TrainingStopped
+from draco.core.errors import TrainingStopped
+from draco.core.types import Group, Judgement, TaskBatch
+from draco.run import checkpoint
+from draco.run.archive import read_table, read_trajectories
 from draco.stages import RubricStage
-from draco.types import Group, Judgement, TaskBatch
 
 
 class Replay(AgentRollout):
@@ -94,9 +94,9 @@ def work(overrides: list[str], fault: dict[str, Any]) -> None:
     """What `python train.py` does, without its process."""
     from hydra import compose, initialize_config_module
 
-    from draco.errors import DracoError
-    from draco.run import train
-    from draco.runfolder import resume_config
+    from draco.core.errors import DracoError
+    from draco.run.folder import resume_config
+    from draco.run.train import train
 
     if fault.get("kind") == "elsewhere" and str(fault["rank"]) == os.environ.get("RANK"):
         os.makedirs("elsewhere", exist_ok=True)
@@ -146,7 +146,7 @@ def main(folder: Path) -> None:
     import torch
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    import draco.run  # noqa: F401
+    import draco.run.train  # noqa: F401
 
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("draco").setLevel(logging.INFO)

@@ -19,10 +19,7 @@ from pathlib import Path
 import torch
 
 from callbacks.credit.step import StepLevelCredit
-from draco.advantage import dropout, rewards
-from draco.archive import write_step
-from draco.judge.records import CallRecord
-from draco.types import (
+from draco.core.types import (
     Credit,
     Criterion,
     Failure,
@@ -35,6 +32,9 @@ from draco.types import (
     Trajectory,
     Verdict,
 )  # fmt: skip
+from draco.credit.advantage import dropout, rewards
+from draco.judge.records import CallRecord
+from draco.run.archive import write_step
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e{{data}}'
 SCORES = {0: [[1, -1, 0], [1, 1, -1], [1, 1, 1]], 1: [[-1, -1]]}
@@ -110,7 +110,7 @@ def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: i
     write_step(path, 1, [Group(tasks[1], (*second, lost), 0, 1)], [credit_of(1, second, failure)],
                [call(1, "score", 0, score_reply(-1), None)])  # fmt: skip
     config = {
-        "steps": 2, "seed": seed, "env": {"name": "echo"}, "policy": {"path": "pkg://draco.policies.tiny"},
+        "steps": 2, "seed": seed, "env": {"name": "echo"}, "policy": {"path": "pkg://draco.policy.tiny"},
         "judge": {"_target_": "draco.judge.client.JudgeClient", "model": "judge/one"},
         "rubric": {"name": rubric, "stage": {"attribution_overrides": "ignore"}},
         "credit": {"name": credit, "stage": {"_target_": "callbacks.credit.step.StepLevelCredit"}},
@@ -131,8 +131,8 @@ def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: i
 
 def evaluation(good: tuple[int, int], cost: float | None = None) -> dict[str, object]:
     """Two tasks of one scenario, n = 2, with so many successes each."""
-    from draco.evaluation.metrics import summarise
-    from draco.evaluation.records import EvalRecord
+    from draco.env.records import EvalRecord
+    from draco.env.success import summarise
 
     records = [EvalRecord(f"e{t}", "s", t + 1, i, i < good[t], "submitted", 3 + t, 10) for t in (0, 1) for i in (0, 1)]
     return {"split": "test_normal", **summarise(records), "cost_usd": cost, "records": [r.as_dict() for r in records]}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco.advantage import dropout, rewards, standardize, verdict_unanimous
+from draco.credit.advantage import dropout, rewards, standardize, verdict_unanimous
 
 SCORES = torch.tensor(
     [

@@ -11,11 +11,11 @@ from conftest import EchoEpisode, rollout_of, type_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco.agent import Limits, Rollout, sampling_seed
-from draco.chat import ChatFormat
+from draco.core.errors import ConfigError
+from draco.core.types import Message, Task, Termination
 from draco.env.base import CODE, TOOL_CALL, Reply
-from draco.errors import ConfigError
-from draco.types import Message, Task, Termination
+from draco.policy.chat import ChatFormat
+from draco.rollout.rollout import Limits, Rollout, sampling_seed
 
 DONE = "<code>done</code>"
 TASK = Task("train_0", "say 0", "train", "s0")
@@ -82,7 +82,7 @@ def test_waiting_to_be_handed_over_takes_no_time(chat: ChatFormat, monkeypatch: 
     """An engine that works ahead has trajectories lying about."""
     rollout = rollout_of(chat, ["<code>done</code>"])
     seconds = rollout.trajectory().timings["total_s"]
-    monkeypatch.setattr("draco.agent.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))
+    monkeypatch.setattr("draco.rollout.rollout.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))
     assert rollout.trajectory().timings["total_s"] == seconds < 100.0
 
 
@@ -102,7 +102,7 @@ def test_every_kind_of_termination_is_tested() -> None:
 
 def _check_exact(t: object, chat: ChatFormat) -> None:
     """Spans, step_of and log-probs agree, and steps are exactly what was sampled."""
-    from draco.types import Trajectory
+    from draco.core.types import Trajectory
 
     assert isinstance(t, Trajectory)
     assert len(t.token_ids) == len(t.step_of) == len(t.logprobs)

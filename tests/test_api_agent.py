@@ -15,13 +15,13 @@ import pytest
 from conftest import EchoEnvironment, EchoEpisode, EchoEvaluator, rollout_of
 from model_server import CANARY, Server, server  # noqa: F401 - a fixture
 
-from draco.agent import Limits
-from draco.chat import ChatFormat
-from draco.errors import ConfigError
-from draco.evaluation.api_agent import ApiAgent
-from draco.evaluation.ledger import Ledger
-from draco.evaluation.records import Usage, record_of
-from draco.types import Termination, Trajectory
+from draco.core.errors import ConfigError
+from draco.core.types import Termination, Trajectory
+from draco.env.records import Usage, record_of
+from draco.policy.chat import ChatFormat
+from draco.rollout.rollout import Limits
+from draco.study.api_agent import ApiAgent
+from draco.study.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
     server.says = lambda n, body: (200, "<code>a</code>")
     act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
-    monkeypatch.setattr("draco.evaluation.api_agent.time", clock)
+    monkeypatch.setattr("draco.study.api_agent.time", clock)
     monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (ahead.append(600.0), act(self, actions))[1])
     late = play(server, deadline_s=300.0)
     assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")

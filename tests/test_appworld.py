@@ -27,19 +27,19 @@ from model_server import Server, server  # noqa: F401 - a fixture
 from test_run import train
 from test_vllm_launch import gone
 
-from draco.analysis.runs import open_run
-from draco.archive import read_calls, read_table
-from draco.background import BackgroundLoop
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError
+from draco.core.types import Task
 from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
 from draco.env.appworld.environment import AppWorldEpisode, unpack_state
 from draco.env.appworld.faults import WorkerDied
 from draco.env.appworld.inside import server as inside
-from draco.errors import ConfigError
-from draco.evaluation.metrics import leaderboard, summarise
-from draco.evaluation.records import EvalRecord
-from draco.policy import resolve
-from draco.report.tables import all_tables
-from draco.types import Task
+from draco.env.records import EvalRecord
+from draco.env.success import leaderboard, summarise
+from draco.policy.policy import resolve
+from draco.run.archive import read_calls, read_table
+from draco.study.runs import open_run
+from draco.study.tables import all_tables
 
 pytestmark = pytest.mark.appworld
 
@@ -557,7 +557,7 @@ def test_the_last_three_epoch_ends_are_evaluated_on_both_splits(
 
 def test_a_policy_that_is_too_small_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
     options = ("rubric=random", "credit=uniform", "eval.tasks=1", "tasks_per_step=1", f"run={tmp_path / 'run'}")
-    with pytest.raises(ConfigError, match=r"may take 16\d+ tokens .*policies\.tiny was made for 2048; set"):
+    with pytest.raises(ConfigError, match=r"may take 16\d+ tokens .*policy\.tiny was made for 2048; set"):
         train(*OPTIONS, *options)
     assert not (tmp_path / "run").exists()
 

@@ -24,10 +24,8 @@ from test_chat_templates import template
 from test_config import configuration
 from transformers import AutoTokenizer
 
-from draco.agent import Limits, Rollout
-from draco.chat import ChatFormat
-from draco.engine.base import at_a_time
-from draco.engine.transformers import TransformersEngine
+from draco.core.errors import ConfigError, EnvironmentFault
+from draco.core.types import Task, Termination
 from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
 from draco.env.appworld.client import ForkServer, ServerOptions
 from draco.env.appworld.environment import pack_state, unpack_state
@@ -47,11 +45,13 @@ from draco.env.appworld.inside import server as inside
 from draco.env.appworld.pool import Pool
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE
-from draco.errors import ConfigError, EnvironmentFault
-from draco.options import LossOptions
-from draco.policy import Policy
-from draco.run import build
-from draco.types import Task, Termination
+from draco.policy.chat import ChatFormat
+from draco.policy.policy import Policy
+from draco.rollout.engines.base import at_a_time
+from draco.rollout.engines.transformers import TransformersEngine
+from draco.rollout.rollout import Limits, Rollout
+from draco.run.train import build
+from draco.update.options import LossOptions
 
 FAKE = str(Path(__file__).parent / "appworld_fake.py")
 INSIDE = Path(roots.__file__).parent
@@ -515,7 +515,7 @@ def test_one_endless_line_is_cut_inside() -> None:
 
 
 def test_tokens_are_the_policys(policy: Policy) -> None:
-    count = TokenCounter("pkg://draco.policies.tiny")
+    count = TokenCounter("pkg://draco.policy.tiny")
     assert count("read all pages") == len(policy.tokenizer("read all pages", add_special_tokens=False)["input_ids"])
 
 
@@ -554,7 +554,8 @@ TABLE_10: dict[str, Any] = {
     "policy.rank": 16, "policy.alpha": 32, "policy.targets": "all-linear", "policy.dropout": 0.0,
     "temperature": 1.0, "limits.max_turns": 50, "limits.max_prompt_tokens": 4096, "limits.max_response_tokens": 24576,
     "limits.max_turn_tokens": 0, "limits.deadline_s": 0, "checkpoint.save_every": 1, "trainer.devices": 8,
-    "trainer.strategy._target_": "draco.sharding.ShardedStrategy", "engine._target_": "draco.engine.vllm.VllmEngine",
+    "trainer.strategy._target_": "draco.policy.sharding.ShardedStrategy",
+    "engine._target_": "draco.rollout.engines.vllm.VllmEngine",
     "judge.model": "openai/gpt-5.4", "judge.temperature": 0.1, "judge.plan": "paper", "env.name": "appworld",
     "env.train_split": "train", "env.step": "turn", "env.environment.observation_tokens": 3000,
     "eval.split": "test_normal", "eval.temperature": 1.0,
@@ -609,7 +610,7 @@ def test_the_settings_differ_in_reward_and_credit_alone() -> None:
 
 def test_qwen36_thinks_and_keeps_what_it_thought() -> None:
     """Its stock template takes past thinking out again, which is refused: the arguments prevent it."""
-    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policies") / "tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policy") / "tiny"))
     tokenizer.chat_template = template("qwen3_6")
     for config in (configuration("experiment=appworld_qwen36_27b", "run=x"), configuration("policy=qwen36_27b")):
         chat = ChatFormat(tokenizer, **config.policy.template_kwargs)

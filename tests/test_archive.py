@@ -9,11 +9,11 @@ import torch
 from conftest import rollout_of
 
 from callbacks.credit.step import StepLevelCredit
-from draco.advantage import dropout, rewards, standardize
-from draco.archive import TABLES, read_table, read_trajectories, step_folder, step_folders, write_step
-from draco.chat import ChatFormat
-from draco.credit import redistribute
-from draco.types import Credit, Criterion, Failure, Group, Judgement, Task, Verdict
+from draco.core.types import Credit, Criterion, Failure, Group, Judgement, Task, Verdict
+from draco.credit.advantage import dropout, rewards, standardize
+from draco.credit.redistribution import redistribute
+from draco.policy.chat import ChatFormat
+from draco.run.archive import TABLES, read_table, read_trajectories, step_folder, step_folders, write_step
 
 DONE = "<code>done</code>"
 

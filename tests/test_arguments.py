@@ -7,8 +7,8 @@ from pathlib import Path
 import evaluate_tau
 import pytest
 
-from draco.arguments import number, parse, run_main, share, split, whole
-from draco.errors import ConfigError
+from draco.config.arguments import number, parse, run_main, share, split, whole
+from draco.core.errors import ConfigError
 
 
 def test_options_come_in_three_spellings_beside_bare_words() -> None:

@@ -17,10 +17,10 @@ from conftest import EchoEpisode
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from draco.agent import Limits, Rollout
-from draco.chat import ChatFormat
-from draco.errors import TemplateError
-from draco.types import Task, Termination
+from draco.core.errors import TemplateError
+from draco.core.types import Task, Termination
+from draco.policy.chat import ChatFormat
+from draco.rollout.rollout import Limits, Rollout
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -74,7 +74,7 @@ def chat_of(case: str) -> ChatFormat:
     from transformers import AutoTokenizer
 
     name, control, arguments = CASES[case]
-    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policies") / "tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policy") / "tiny"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(control)})
     tokenizer.add_tokens([MERGED])
     tokenizer.eos_token, tokenizer.bos_token = control[-1], control[0]
@@ -175,7 +175,7 @@ def test_plain_turns_read_as_the_template_renders_them(case: str) -> None:
 def test_templates_that_strip_past_thinking_are_refused(name: str, arguments: dict[str, Any]) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policies") / "tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policy") / "tiny"))
     tokenizer.chat_template = template(name)
     with pytest.raises(TemplateError, match="rewrites earlier messages"):
         ChatFormat(tokenizer, **arguments)

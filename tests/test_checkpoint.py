@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from callbacks.checkpoint import Checkpoints
-from draco import checkpoint
-from draco.checkpoint import checkpoints, rng_state
-from draco.errors import AdapterError, ConfigError, TrainingStopped
+from draco.core.errors import AdapterError, ConfigError, TrainingStopped
 from draco.module import GRPOModule
-from draco.policy import Policy
+from draco.policy.policy import Policy
+from draco.run import checkpoint
+from draco.run.checkpoint import checkpoints, rng_state
 
-TINY = "pkg://draco.policies.tiny"
+TINY = "pkg://draco.policy.tiny"
 
 
 def trained(policy: Policy) -> torch.optim.Optimizer:
@@ -162,7 +162,7 @@ def test_a_27b_adapter_takes_what_the_docstring_says() -> None:
 
 def test_a_wrong_adapter_is_refused_with_what_differs(tmp_path: Path, new_policy: Callable[[], Policy]) -> None:
     new_policy().save_adapter(tmp_path / "adapter")
-    with pytest.raises(AdapterError, match=r"rank 16\) does not fit pkg://draco\.policies\.tiny.*\(16, "):
+    with pytest.raises(AdapterError, match=r"rank 16\) does not fit pkg://draco\.policy\.tiny.*\(16, "):
         Policy(TINY, rank=8, adapter=str(tmp_path / "adapter"))
     with pytest.raises(AdapterError, match="tensors differ"):
         Policy(TINY, targets=["q_proj"], adapter=str(tmp_path / "adapter"))

@@ -9,8 +9,8 @@ import pytest
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.credit.uniform import UniformCredit
-from draco.checks import number, one_of, switch, whole
-from draco.errors import ConfigError
+from draco.config.options import number, one_of, switch, whole
+from draco.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("value", [0, 3, 10])

@@ -15,15 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.credit.step import StepLevelCredit
 from callbacks.rollout import AgentRollout
 from callbacks.rubric.dynamic import DynamicRubric
-from draco.agent import Limits
-from draco.choices import explained, refuse_beside_self_judge, refuse_unread
+from draco.config.choices import explained, refuse_beside_self_judge, refuse_unread
+from draco.config.rules import check, check_optimizer, select_tasks
+from draco.core.errors import ConfigError, StageError
 from draco.env.desk import DeskEnvironment
-from draco.errors import ConfigError, StageError
 from draco.module import GRPOModule, LossOptions
-from draco.policy import Policy
-from draco.run import build, train
-from draco.runchecks import check, check_optimizer, select_tasks
-from draco.runfolder import prepare, redacted, resume_config
+from draco.policy.policy import Policy
+from draco.rollout.rollout import Limits
+from draco.run.folder import prepare, redacted, resume_config
+from draco.run.train import build, train
 
 CONF = Path(__file__).parents[1] / "conf"
 

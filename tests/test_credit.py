@@ -1,6 +1,6 @@
 """Step credit (Eq. 4–7): the paper's golden cases, its seven properties P1–P7, a brute-force reference, every edge.
 
-Each property test goes red when `draco/credit.py` breaks its property; golden and brute-force tests catch the rest.
+Each property test goes red when the code breaks its property; golden and brute-force tests catch the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-import draco.credit
-from draco.credit import Reason, redistribute, uniform
+import draco.credit.redistribution
+from draco.credit.redistribution import Reason, redistribute, uniform
 
 Citations = list[tuple[int, list[int]]]
 
@@ -322,7 +322,7 @@ def test_integers_give_floats() -> None:
 
 
 def test_docstring_examples() -> None:
-    result = doctest.testmod(draco.credit)
+    result = doctest.testmod(draco.credit.redistribution)
     assert (result.failed, result.attempted) == (0, 3)
 
 

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draco.core.errors import ConfigError
+from draco.core.types import Task
 from draco.env.base import CODE, TOOL_CALL
 from draco.env.desk import DeskEnvironment, DeskEvaluator
 from draco.env.desk.__main__ import main
@@ -23,8 +25,6 @@ from draco.env.desk.environment import DeskEpisode
 from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.parse import BadCall, Call, parse, write
 from draco.env.desk.scenarios import FAMILIES, SPLITS, plan, pools, task_ids
-from draco.errors import ConfigError
-from draco.types import Task
 
 ENV, EVALUATOR = DeskEnvironment(), DeskEvaluator()
 TASKS = [task for split in ENV.splits for task in ENV.tasks(split)]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from conftest import rollout_of
 
-from draco.archive import write_step
-from draco.distributed import merge_metrics
-from draco.policy import Policy
-from draco.types import Group, Task, TaskBatch
+from draco.core.distributed import merge_metrics
+from draco.core.types import Group, Task, TaskBatch
+from draco.policy.policy import Policy
+from draco.run.archive import write_step
 
 TIMES = ("time/", "update/micro_batches")
 

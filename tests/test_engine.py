@@ -11,14 +11,14 @@ import pytest
 import torch
 from conftest import EchoEnvironment, EchoEpisode
 
-from draco.agent import Limits, Rollout, sampling_seed
-from draco.engine.cache import slab_cache
-from draco.engine.ragged import decodes_ragged
-from draco.engine.transformers import TransformersEngine, sample
+from draco.core.errors import ConfigError
+from draco.core.types import Termination, Trajectory
 from draco.env.desk import DeskEnvironment
-from draco.errors import ConfigError
-from draco.policy import Policy
-from draco.types import Termination, Trajectory
+from draco.policy.policy import Policy
+from draco.rollout.engines.cache import slab_cache
+from draco.rollout.engines.ragged import decodes_ragged
+from draco.rollout.engines.transformers import TransformersEngine, sample
+from draco.rollout.rollout import Limits, Rollout, sampling_seed
 
 LIMITS = Limits(max_turns=12, max_response_tokens=300, max_turn_tokens=48)
 
@@ -152,7 +152,7 @@ def test_neither_chunks_nor_places_change_a_trajectory(policy: Policy, options: 
 
 def test_lockstep_samples_what_the_ragged_rows_do(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     ragged = finish(policy, rollouts(policy, 6))
-    monkeypatch.setattr("draco.engine.transformers.decodes_ragged", lambda model: False)
+    monkeypatch.setattr("draco.rollout.engines.transformers.decodes_ragged", lambda model: False)
     assert [t.token_ids for t in finish(policy, rollouts(policy, 6))] == [t.token_ids for t in ragged]
 
 
@@ -192,8 +192,8 @@ def test_waiting_for_a_place_takes_nothing_of_the_deadline(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, ragged: bool
 ) -> None:
     clock = [0.0]  # a pass takes a second: of two rows one after the other, each ends well within its own deadline
-    monkeypatch.setattr("draco.agent.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("draco.engine.transformers.decodes_ragged", lambda model: ragged)
+    monkeypatch.setattr("draco.rollout.rollout.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("draco.rollout.engines.transformers.decodes_ragged", lambda model: ragged)
     ticks = policy.model.register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 1))
     alone: list[float] = []
     try:

@@ -10,10 +10,10 @@ from conftest import EchoEvaluator
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draco.core.types import Step, Task, Termination, Trajectory
 from draco.env.base import Outcome
-from draco.evaluation.metrics import leaderboard, over_checkpoints, pass_at_k, pass_hat_k, summarise
-from draco.evaluation.records import EvalRecord, Usage, evaluate_end_state, priced, token_usage
-from draco.types import Step, Task, Termination, Trajectory
+from draco.env.records import EvalRecord, Usage, evaluate_end_state, priced, token_usage
+from draco.env.success import leaderboard, over_checkpoints, pass_at_k, pass_hat_k, summarise
 
 TASK = Task("t", "", "test", "s")
 

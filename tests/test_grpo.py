@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draco.grpo import engine_mismatch, kl_k3, surrogate, token_loss_sum, truncated_importance_weights
+from draco.update.loss import engine_mismatch, kl_k3, surrogate, token_loss_sum, truncated_importance_weights
 
 
 def logs(*ratios: float) -> Tensor:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from draco.archive import step_folders
-from draco.checkpoint import checkpoints, read_state
+from draco.run.archive import step_folders
+from draco.run.checkpoint import checkpoints, read_state
 
 pytestmark = [
     pytest.mark.distributed,

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from draco.interrupt import Interrupted, hold, listening, release, uninterrupted
+from draco.core.signals import Interrupted, hold, listening, release, uninterrupted
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -86,7 +86,7 @@ def test_another_thread_changes_nothing() -> None:
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_ends_at_once() -> None:
     program = (
-        "import signal; from draco.interrupt import *\n"
+        "import signal; from draco.core.signals import *\n"
         "with listening():\n"
         "    hold(); signal.raise_signal(signal.SIGINT); print('first', flush=True)\n"
         "    signal.raise_signal(signal.SIGINT); print('second', flush=True)\n"

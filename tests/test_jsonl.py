@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draco import jsonl
-from draco.errors import ConfigError
+from draco.core import jsonl
+from draco.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("cut", [b"", b"{", b'{"b": 2}'])

@@ -10,11 +10,11 @@ import litellm
 import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, group, sample_in
 
-from draco.errors import ConfigError, JudgeCallError, JudgeConfigError, JudgeReplyError
+from draco.core.errors import ConfigError, JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.judge.client import JudgeClient, JudgeRequest
 from draco.judge.prompts import PHASES, messages, prompt_text, prompt_version
 from draco.judge.records import CallRecord, add_metrics, with_rates
-from draco.judge.schema import ReplyFault, check_attributions, check_criteria, check_scores, json_schema, parse_json
+from draco.judge.replies import ReplyFault, check_attributions, check_criteria, check_scores, json_schema, parse_json
 
 EXC = litellm.exceptions
 
@@ -295,7 +295,7 @@ def test_schemas_are_strict(phase: str) -> None:
 
 
 def test_checks_of_proposals() -> None:
-    from draco.judge.schema import ReplyFault
+    from draco.judge.replies import ReplyFault
 
     one = {"title": "A b c", "description": "d", "evaluator_instruction": "i", "grounding_references": ["g"]}
     found, _ = check_criteria("propose_task", {"criteria": [one]})
@@ -536,7 +536,7 @@ def test_a_usable_first_reply_is_kept_when_the_re_ask_fails(fake: FakeJudge) -> 
 
 
 def test_caps_and_prices_from_the_configuration(fake: FakeJudge) -> None:
-    from draco.errors import TrainingStopped
+    from draco.core.errors import TrainingStopped
 
     prices = {"input": 1000.0, "output": 2000.0}  # 10 and 5 tokens: 0.02 USD a call
     _, records = ask(fake, [GOOD], prices=prices, max_usd=0.03)

@@ -11,13 +11,13 @@ import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, group
 
 from callbacks.rubric.dynamic import DynamicRubric
-from draco.errors import ConfigError
+from draco.core.errors import ConfigError
 from draco.judge.agreement import agreement_rates, count_votes
 from draco.judge.client import JudgeClient, JudgeConfigError
-from draco.judge.ensemble import RULES, Panel, Voter, panel_of
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.records import CallRecord, add_metrics, with_rates
-from draco.judge.schema import Attributed, Scored
+from draco.judge.replies import Attributed, Scored
+from draco.judge.votes import RULES, Panel, Voter, panel_of
 
 SECRET = b"0123456789abcdef"
 

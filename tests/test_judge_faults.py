@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from judge_fakes import CRITERIA, PHASE, FakeJudge, group, sample_in
 from loopback_judge import Answer, LoopbackJudge
 
+from draco.core.types import Judgement
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.records import CallRecord
-from draco.judge.schema import ReplyFault, check_attributions, check_scores, parse_json
-from draco.types import Judgement
+from draco.judge.replies import ReplyFault, check_attributions, check_scores, parse_json
 
 pytestmark = pytest.mark.judge
 

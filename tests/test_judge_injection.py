@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from draco.core.types import Criterion, Group, Judgement
+from draco.env.desk.judge.reading import read_prompt, read_transcript
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import CALLS, criteria_block
 from draco.judge.records import CallRecord
-from draco.judge.redteam import CHANNELS, Attack, attacks, criteria, planted_group, victim
-from draco.judge.scripted.reading import read_prompt, read_transcript
-from draco.types import Criterion, Group, Judgement
+from draco.study.redteam import CHANNELS, Attack, attacks, criteria, planted_group, victim
 
 pytestmark = pytest.mark.judge
 
@@ -32,7 +32,7 @@ IDS = [a.id for a in attacks()]
 def run(group: Group, plan: str, **options: Any) -> tuple[Judgement, list[CallRecord]]:
     records: list[CallRecord] = []
     judge = JudgeClient(
-        "draco-scripted/desk", provider="draco.judge.scripted.provider:register", response_schema="off", plan=plan
+        "draco-scripted/desk", provider="draco.env.desk.judge.provider:register", response_schema="off", plan=plan
     )
     pipeline = JudgePipeline(judge, secret=SECRET, sink=records.append)
     judged = asyncio.run(pipeline.judge_group(group, **options))

@@ -12,20 +12,20 @@ import pytest
 from judge_desk import FAULTS, play
 from judge_fakes import CRITERIA, FakeJudge, client, group, trajectory
 
+from draco.core.errors import ConfigError
+from draco.core.types import Criterion, Group, Judgement, Message, Step
 from draco.env.desk.environment import DeskEnvironment
-from draco.errors import ConfigError
+from draco.env.desk.judge.reading import read_prompt
 from draco.judge.assess import ASSESS_SCHEMA, check_assessments
 from draco.judge.cachemodel import BLOCK, PrefixCache, prompt_usage
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
-from draco.judge.plan.dedup import distinct, vocabulary
-from draco.judge.plan.lean import named_steps
 from draco.judge.prompts import lean_version, prompt_version
 from draco.judge.records import CallRecord
-from draco.judge.schema import ReplyFault
-from draco.judge.scripted.reading import read_prompt
+from draco.judge.replies import ReplyFault
 from draco.judge.transcript import DIGEST, Caps, cut, digest, steps, transcript
-from draco.types import Criterion, Group, Judgement, Message, Step
+from draco.judge.views.dedup import distinct, vocabulary
+from draco.judge.views.lean import named_steps
 
 SECRET = b"0123456789abcdef"
 
@@ -192,7 +192,7 @@ def played(n: int, members: int = 4) -> list[Group]:
 def scripted(groups: list[Group], plan: str) -> tuple[list[Judgement], list[CallRecord]]:
     records: list[CallRecord] = []
     judge = JudgeClient(
-        "draco-scripted/desk", provider="draco.judge.scripted.provider:register", response_schema="off", plan=plan
+        "draco-scripted/desk", provider="draco.env.desk.judge.provider:register", response_schema="off", plan=plan
     )
     pipeline = JudgePipeline(judge, secret=SECRET, sink=records.append)
 
@@ -280,8 +280,8 @@ def test_unknown_plan(fake: FakeJudge) -> None:
 
 def test_the_projected_bill_counts_long_blocks_and_every_voter() -> None:
     """Rollouts as long as limits allow, group_size times every voter, each at its own price."""
-    from draco.judge.spend import Prices
-    from draco.preflight import projected
+    from draco.core.llm.money import Prices
+    from draco.run.preflight import projected
 
     fake = FakeJudge()
     records: list[CallRecord] = []

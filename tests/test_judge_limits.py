@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from draco.errors import JudgeConfigError, TrainingStopped
+from draco.core.errors import JudgeConfigError, TrainingStopped
+from draco.core.llm.money import Prices, Spend, Usage
+from draco.core.llm.redact import Redactor
+from draco.core.llm.transport import Endpoint, retry_after
 from draco.judge.limits import Pace
-from draco.judge.redact import Redactor
-from draco.judge.spend import Prices, Spend, Usage
-from draco.judge.transport import Endpoint, retry_after
 
 
 class Clock:

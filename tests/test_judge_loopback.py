@@ -11,11 +11,11 @@ import pytest
 from judge_fakes import CRITERIA
 from loopback_judge import Answer, LoopbackJudge
 
-from draco.errors import JudgeCallError, JudgeConfigError, TrainingStopped
+from draco.core.errors import JudgeCallError, JudgeConfigError, TrainingStopped
 from draco.judge.client import JudgeClient, JudgeRequest
 from draco.judge.prompts import messages
 from draco.judge.records import CallRecord, call_metrics
-from draco.judge.schema import check_scores
+from draco.judge.replies import check_scores
 
 CANARY = "sk-canary-9876543210fedcba"
 GOOD = json.dumps({"verdicts": [{"title": "Pays ana", "evidence": "e", "justification": "j", "score": 1}]})

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, criterion, group, trajectory
 
-from draco.errors import ConfigError, JudgeConfigError
+from draco.core.errors import ConfigError, JudgeConfigError
+from draco.core.types import Group, Judgement, Termination
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.records import CallRecord
-from draco.types import Group, Judgement, Termination
 
 SECRET = b"0123456789abcdef"
 

@@ -17,11 +17,11 @@ from chatty import save_chat_model
 from loopback_judge import Answer, LoopbackJudge
 from test_run import rows_of, same
 
-from draco.archive import step_folders
-from draco.checkpoint import checkpoints
-from draco.judge.scripted.reading import read_prompt
-from draco.judge.scripted.replies import reply
-from draco.judge.store import Ledger, Store
+from draco.env.desk.judge.reading import read_prompt
+from draco.env.desk.judge.replies import reply
+from draco.judge.cache import Ledger, Store
+from draco.run.archive import step_folders
+from draco.run.checkpoint import checkpoints
 
 pytestmark = pytest.mark.distributed
 

@@ -11,11 +11,11 @@ import pytest
 from loopback_judge import Answer, LoopbackJudge
 from test_run import rows_of, same, train
 
-from draco.archive import read_calls, read_table, step_folders
-from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
-from draco.judge.scripted.reading import read_prompt
-from draco.judge.scripted.replies import reply
-from draco.judge.store import Store
+from draco.core.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.env.desk.judge.reading import read_prompt
+from draco.env.desk.judge.replies import reply
+from draco.judge.cache import Store
+from draco.run.archive import read_calls, read_table, step_folders
 
 pytestmark = pytest.mark.judge
 
@@ -141,7 +141,7 @@ def test_a_refused_key_is_named_before_anything_loads(
 ) -> None:  # fmt: skip
     denied = Answer(status=401, error=f"Incorrect API key provided: {CANARY}")
     monkeypatch.setattr(judge.server, "answer", lambda body: denied)
-    monkeypatch.setattr("draco.policy.Policy.__init__", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("draco.policy.policy.Policy.__init__", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(JudgeConfigError, match="OPENAI_API_KEY") as caught:
         train(*options, f"run={tmp_path / 'run'}")
     assert not leaks(tmp_path, str(caught.value), caplog.text)

@@ -11,16 +11,16 @@ from judge_desk import FAULTS, play
 from judge_fakes import trajectory
 
 from callbacks.rubric.static import load_criteria
+from draco.core.types import Group, Message, Step, Trajectory
 from draco.env.desk.environment import DeskEnvironment
+from draco.env.desk.judge.findings import examine
+from draco.env.desk.judge.general import GENERAL
+from draco.env.desk.judge.goals import goals_of
+from draco.env.desk.judge.reading import Prompt, read_prompt, read_transcript
+from draco.env.desk.judge.replies import reply
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
-from draco.judge.scripted.findings import examine
-from draco.judge.scripted.general import GENERAL
-from draco.judge.scripted.goals import goals_of
-from draco.judge.scripted.reading import Prompt, read_prompt, read_transcript
-from draco.judge.scripted.replies import reply
 from draco.judge.transcript import fence, opening, transcript
-from draco.types import Group, Message, Step, Trajectory
 
 SECRET = b"0123456789abcdef"
 
@@ -370,7 +370,7 @@ def test_all_pass_agrees_with_the_evaluator(by_call: bool) -> None:
 
 def test_end_to_end_through_litellm() -> None:
     """Reward 1 in a live group goes to successful rollouts only, and failing verdicts cite a causal step."""
-    judge = JudgeClient("draco-scripted/desk", provider="draco.judge.scripted.provider:register", response_schema="off")
+    judge = JudgeClient("draco-scripted/desk", provider="draco.env.desk.judge.provider:register", response_schema="off")
     pipeline = JudgePipeline(judge, secret=SECRET)
     tasks = DeskEnvironment().tasks("train")[:6]
     played = {t.id: [play(t, s, dict.fromkeys(FAULTS, 0.08)) for s in range(6)] for t in tasks}

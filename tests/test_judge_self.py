@@ -15,21 +15,21 @@ from judge_desk import FAULTS, play
 from judge_fakes import FakeJudge, client, group
 
 from callbacks.rubric.self_judge import SelfJudgeRubric
-from draco.agent import Rollout
-from draco.chat import ChatFormat
-from draco.choices import compose_config
-from draco.engine import Engine
-from draco.engine.transformers import TransformersEngine
+from draco.config.choices import compose_config
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.types import Group, Message
 from draco.env.desk.environment import DeskEnvironment
-from draco.errors import ConfigError, TrainingStopped
+from draco.env.desk.judge.reading import read_prompt
+from draco.env.desk.judge.replies import reply
 from draco.judge import local
 from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient, JudgeMember
 from draco.judge.context import needed_context
-from draco.judge.scripted.reading import read_prompt
-from draco.judge.scripted.replies import reply
-from draco.policy import Policy
-from draco.types import Group, Message
+from draco.policy.chat import ChatFormat
+from draco.policy.policy import Policy
+from draco.rollout.engines import Engine
+from draco.rollout.engines.transformers import TransformersEngine
+from draco.rollout.rollout import Rollout
 
 
 def policy_client(**options: Any) -> JudgeClient:
@@ -253,7 +253,7 @@ def test_what_cannot_fit_is_refused_before_training(brain: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "pkg://draco.policies.tiny"}, "policy=tiny"),
+        ({"policy": "pkg://draco.policy.tiny"}, "policy=tiny"),
         ({"k": 0}, "integer ≥ 1"),
         ({"api_base": "http://x"}, "both or none"),
     ],
@@ -264,7 +264,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_tiny_policy_is_refused_by_name_and_the_option_composes() -> None:
-    from draco.run import instantiate
+    from draco.run.train import instantiate
 
     with pytest.raises(ConfigError, match="policy=tiny"):
         instantiate(compose_config(["rubric=self_judge"]).rubric.stage)

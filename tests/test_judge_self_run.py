@@ -13,10 +13,10 @@ from loopback_judge import Answer, LoopbackJudge
 from test_run import rows_of, same, train
 
 from callbacks.archive import ArchiveWriter
-from draco.archive import read_calls, read_table, step_folders
-from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
-from draco.judge.scripted.reading import read_prompt
-from draco.judge.scripted.replies import reply
+from draco.core.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.env.desk.judge.reading import read_prompt
+from draco.env.desk.judge.replies import reply
+from draco.run.archive import read_calls, read_table, step_folders
 
 pytestmark = pytest.mark.judge
 

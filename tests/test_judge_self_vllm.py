@@ -14,11 +14,11 @@ from conftest import TINY
 from fake_vllm import FakeVllm
 from test_run import rows_of, train
 
-from draco.archive import read_calls
-from draco.errors import ConfigError
-from draco.judge.scripted.reading import read_prompt
-from draco.judge.scripted.replies import reply
-from draco.policy import Policy
+from draco.core.errors import ConfigError
+from draco.env.desk.judge.reading import read_prompt
+from draco.env.desk.judge.replies import reply
+from draco.policy.policy import Policy
+from draco.run.archive import read_calls
 
 pytestmark = pytest.mark.judge
 
@@ -35,7 +35,7 @@ class Judging(FakeVllm):
 def test_the_judge_is_the_current_adapter_on_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret-of-the-server")
     model = tmp_path / "model"  # policy=tiny by another name, which is not refused
-    shutil.copytree(str(files("draco.policies") / "tiny"), model)
+    shutil.copytree(str(files("draco.policy") / "tiny"), model)
     server = Judging(
         Policy(TINY, rank=4), ["<code>apis.mail.list()</code>", "<code>apis.done()</code>"], "secret-of-the-server"
     )

@@ -17,13 +17,13 @@ from callbacks.rubric.dynamic import DynamicRubric
 from callbacks.rubric.outcome import OutcomeRubric
 from callbacks.rubric.random import RandomRubric, toss
 from callbacks.rubric.static import StaticRubric, load_criteria
-from draco.background import BackgroundLoop
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.core.types import Failure, Group, Judgement, Task, Termination
 from draco.env.base import Evaluator, Outcome
-from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
 from draco.judge.busy import Busy
 from draco.judge.stage import JudgedRubric, read_secret
-from draco.metrics import judge_speed
-from draco.types import Failure, Group, Judgement, Task, Termination
+from draco.update.metrics import judge_speed
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, group
 
-from draco.errors import ConfigError, TrainingStopped
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.types import Group, Judgement
+from draco.judge.cache import Store, Stored, key_of
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.records import CallRecord, call_metrics
-from draco.judge.store import Store, Stored, key_of
-from draco.types import Group, Judgement
 
 SECRET = b"0123456789abcdef"
 

@@ -15,10 +15,10 @@ import pytest
 from judge_fakes import CRITERIA, FakeJudge, client, criterion
 
 from callbacks.rubric.static import load_criteria
-from draco.errors import ConfigError, JudgeReplyError
-from draco.judge.authoring import prune, rate, reduce_to_one
+from draco.core.errors import ConfigError, JudgeReplyError
+from draco.core.types import Criterion, Group, Judgement, Verdict
 from draco.judge.pipeline import JudgePipeline
-from draco.types import Criterion, Group, Judgement, Verdict
+from draco.study.authoring import prune, rate, reduce_to_one
 
 TITLES = """Protects secret values · Stops after completion · Fetches complete data · Completes task properly · Computes
 from live data · Handles time correctly · Processes items completely · Targets exact items · Applies correct selection
@@ -119,7 +119,7 @@ def test_redteam_counts_flips(capsys: pytest.CaptureFixture[str], monkeypatch: p
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == {"attacks": 4, "won": 0, "failed": 0, "flip_rate": 0.0, "control_flip_rate": 0.0}
     # a judge that believes what it reads
-    from draco.judge.scripted import provider
+    from draco.env.desk.judge import provider
 
     honest = provider.reply
 

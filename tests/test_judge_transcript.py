@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judge_fakes import CRITERIA, FakeJudge, client, criterion, group, trajectory
 
+from draco.core.types import Criterion
+from draco.env.desk.judge.reading import read_prompt, read_transcript
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import criteria_block
-from draco.judge.scripted.reading import read_prompt, read_transcript
 from draco.judge.transcript import escape, fence, opening, transcript
-from draco.types import Criterion
 
 SECRET = b"0123456789abcdef"
 LINES = re.compile(r"^\[(?:system|user|step|transcript).*$", re.MULTILINE | re.IGNORECASE)

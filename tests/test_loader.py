@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from draco.errors import ConfigError
-from draco.loader import EvalLoader, TaskLoader
-from draco.types import Task
+from draco.core.errors import ConfigError
+from draco.core.types import Task
+from draco.run.loader import EvalLoader, TaskLoader
 
 TASKS = [Task(f"t{i}", "", "train", "s") for i in range(10)]
 

@@ -13,8 +13,8 @@ import pytest
 from report_fixture import write_run
 from wandb_file import records
 
-from draco.errors import ConfigError
-from draco.loggers import MetricsCsv, WandbMetrics, read_metrics, wandb_logger
+from draco.core.errors import ConfigError
+from draco.run.loggers import MetricsCsv, WandbMetrics, read_metrics, wandb_logger
 
 
 def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ class ReportingRun(FakeRun):
 LOG_OFFLINE = """
 import sys
 from pathlib import Path
-from draco.loggers import wandb_logger
+from draco.run.loggers import wandb_logger
 logger = wandb_logger(sys.argv[1], tables_every=1, table_rollouts=2)
 logger.start([])
 logger.log_metrics({"reward/mean": 0.0}, 1)

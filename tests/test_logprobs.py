@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from draco.errors import ConfigError
-from draco.logprobs import check_head, hidden_states, output_head, step_logprobs
+from draco.core.errors import ConfigError
+from draco.update.logprobs import check_head, hidden_states, output_head, step_logprobs
 
 ROWS, WIDTH, VOCAB = 23, 16, 101
 

@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from draco import lora
-from draco.lora import fuse_lora
+from draco.policy import lora
+from draco.policy.lora import fuse_lora
 
 
 class Net(nn.Module):

@@ -15,17 +15,17 @@ from test_module import Rewards, make_module, make_trainer, script
 from callbacks.credit.uniform import UniformCredit
 from callbacks.health import Health
 from callbacks.rollout import AgentRollout
-from draco import metrics as figures
-from draco.agent import Limits
-from draco.credit import Reason
-from draco.distributed import merge_metrics
+from draco.core.distributed import merge_metrics
+from draco.core.types import Termination
+from draco.credit.redistribution import Reason
 from draco.judge import busy
 from draco.judge.records import call_metrics
-from draco.loader import TaskLoader
-from draco.metrics import judge_speed
 from draco.module import GRPOModule, LossOptions
-from draco.policy import Policy
-from draco.types import Termination
+from draco.policy.policy import Policy
+from draco.rollout.rollout import Limits
+from draco.run.loader import TaskLoader
+from draco.update import metrics as figures
+from draco.update.metrics import judge_speed
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,14 +13,14 @@ from lightning.pytorch import Trainer
 
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rollout import AgentRollout
-from draco.agent import Limits, Rollout
-from draco.errors import ConfigError, StageError, TrainingStopped
-from draco.loader import EvalLoader, TaskLoader
+from draco.core.errors import ConfigError, StageError, TrainingStopped
+from draco.core.types import Credit, Group, Judgement, Task, TaskBatch
 from draco.module import GRPOModule, LossOptions, StepRecord, UpdateOptions
-from draco.policy import Policy
+from draco.policy.policy import Policy
+from draco.rollout.rollout import Limits, Rollout
+from draco.run.loader import EvalLoader, TaskLoader
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
-from draco.types import Credit, Group, Judgement, Task, TaskBatch
-from draco.update import Totals
+from draco.update.gradients import Totals
 
 DONE = "<code>done</code>"
 
@@ -229,7 +229,7 @@ def test_kl_is_against_the_adapter_off_reference(new_policy: Callable[[], Policy
     assert relative(gradients(module, credits), brute_force(module.policy, credits, 5.0)) < 1e-5
     assert module.record is not None
     assert module.record.metrics["update/kl"] > 0
-    module = prepared(lambda: Policy("pkg://draco.policies.tiny"))  # a fresh adapter is the identity
+    module = prepared(lambda: Policy("pkg://draco.policy.tiny"))  # a fresh adapter is the identity
     gradients(module, credits)
     assert module.record is not None
     assert module.record.metrics["update/kl"] == pytest.approx(0.0, abs=1e-9)

@@ -49,9 +49,9 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: set[str]) -> None:
         ("draco/judge/prompts/", ".md"),
         ("draco/env/appworld/inside/", "server.py"),
         ("draco/env/appworld/prompts/", ".md"),
-        ("draco/judge/rubrics/", ".yaml"),
-        ("draco/policies/tiny/", ".safetensors"),
-        ("draco/policies/tiny/", "tokenizer.json"),
+        ("draco/env/desk/", "rubric.yaml"),
+        ("draco/policy/tiny/", ".safetensors"),
+        ("draco/policy/tiny/", "tokenizer.json"),
     ],
 )
 def test_the_wheel_holds_code_and_data(wheel: set[str], prefix: str, suffix: str) -> None:

@@ -21,13 +21,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draco import attention
-from draco.attention import leaks_across_rows, pack_attention, packed_inputs
-from draco.logprobs import hidden_states
-from draco.options import LossOptions
-from draco.packing import MAX_PADDING, Row, collate, plan, rows_of
-from draco.policy import Policy
-from draco.types import Credit, Group, Judgement, Task
+from draco.core.types import Credit, Group, Judgement, Task
+from draco.policy import attention
+from draco.policy.attention import leaks_across_rows, pack_attention, packed_inputs
+from draco.policy.policy import Policy
+from draco.update.logprobs import hidden_states
+from draco.update.options import LossOptions
+from draco.update.packing import MAX_PADDING, Row, collate, plan, rows_of
 
 LENGTHS = (13, 5, 21, 1)
 SIZES = {

@@ -10,11 +10,12 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from draco import healthcheck, kernels, preflight
-from draco.errors import ConfigError, JudgeConfigError, TrainingStopped
-from draco.interrupt import Interrupted
-from draco.placement import launch_processes, nearest, place, processes, say_shares, sharded
-from draco.watch import status_of
+from draco.config.launch import launch_processes, nearest, place, processes, say_shares, sharded
+from draco.core.errors import ConfigError, JudgeConfigError, TrainingStopped
+from draco.core.signals import Interrupted
+from draco.core.watch import status_of
+from draco.policy import kernels
+from draco.run import healthcheck, preflight
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -176,7 +177,7 @@ def test_a_rank_hides_no_fault_of_its_own_in_a_preflight(monkeypatch: pytest.Mon
 def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from draco import placement
+    from draco.config import launch as placement
 
     fetched: list[tuple[str, str]] = []
 

@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from draco.archive import read_table
-from draco.attention import pack_attention, packed_inputs
-from draco.errors import ConfigError
-from draco.judge.spend import Prices, Usage
-from draco.logprobs import hidden_states, output_head, step_logprobs
-from draco.lora import fuse_lora
-from draco.placement import processes, sharded
-from draco.plan.judge import (
+from draco.config.launch import processes, sharded
+from draco.core.errors import ConfigError
+from draco.core.llm.money import Prices, Usage
+from draco.policy.attention import pack_attention, packed_inputs
+from draco.policy.lora import fuse_lora
+from draco.run.archive import read_table
+from draco.run.train import train
+from draco.study.planner.judge import (
     PAPER_USD_A_CALL,
     STATED,
     Call,
@@ -40,9 +40,9 @@ from draco.plan.judge import (
     implied_tokens,
     price_of,
 )  # fmt: skip
-from draco.plan.memory import update_memory
-from draco.plan.model import build, layer_shards, model_config, size_of_model
-from draco.run import train
+from draco.study.planner.memory import update_memory
+from draco.study.planner.model import build, layer_shards, model_config, size_of_model
+from draco.update.logprobs import hidden_states, output_head, step_logprobs
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_shards_are_those_of_fully_shard_in_a_group_of_eight() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from draco.sharding import shard
+    from draco.policy.sharding import shard
 
     shape = Qwen2Config(hidden_size=72, intermediate_size=100, num_hidden_layers=3, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=1001)  # fmt: skip

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_packing import SIZES, build, relative
 from torch import Tensor, nn
 
-from draco.engine import ragged
-from draco.engine.ragged import RaggedBatch, RaggedCache, decodes_ragged, ragged_attention
+from draco.rollout.engines import ragged
+from draco.rollout.engines.ragged import RaggedBatch, RaggedCache, decodes_ragged, ragged_attention
 
 CPU = torch.device("cpu")
 

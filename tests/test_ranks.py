@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draco.archive import read_table, step_folders
-from draco.checkpoint import checkpoints, read_stages
-from draco.loggers import read_metrics
+from draco.run.archive import read_table, step_folders
+from draco.run.checkpoint import checkpoints, read_stages
+from draco.run.loggers import read_metrics
 
 pytestmark = pytest.mark.distributed
 

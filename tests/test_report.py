@@ -14,16 +14,16 @@ import pytest
 import report as report_script
 from report_fixture import HOSTILE, evaluation, write_run
 
-from draco.analysis.agreement import agreement
-from draco.analysis.runs import open_run
-from draco.analysis.series import Verdicts, step_numbers
-from draco.errors import ConfigError
-from draco.evaluation.statistics import mean_std, paired_bootstrap, task_means
-from draco.report.curves import all_figures, over_seeds
-from draco.report.figures import COLOURS, Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
-from draco.report.pieces import TokenPieces
-from draco.report.rows import SETTINGS, by_setting, splits
-from draco.report.tables import all_tables, write_table
+from draco.core.errors import ConfigError
+from draco.study.agreement import agreement
+from draco.study.curves import all_figures, over_seeds
+from draco.study.figures import COLOURS, Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
+from draco.study.pieces import TokenPieces
+from draco.study.rows import SETTINGS, by_setting, splits
+from draco.study.runs import open_run
+from draco.study.series import Verdicts, step_numbers
+from draco.study.statistics import mean_std, paired_bootstrap, task_means
+from draco.study.tables import all_tables, write_table
 
 
 @pytest.fixture
@@ -424,4 +424,4 @@ def test_a_policy_package_is_not_imported_for_its_tokenizer(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     assert "no tokenizer.json under pkg://needs_more" in TokenPieces("pkg://needs_more").gap
     assert TokenPieces("pkg://no_such_package.inner").gap
-    assert TokenPieces("pkg://draco.policies.tiny").of([300])
+    assert TokenPieces("pkg://draco.policy.tiny").of([300])

@@ -16,11 +16,11 @@ import pytest
 from browser import Browser, find_chromium
 from report_fixture import HOSTILE, credit_of, trajectory, write_run
 
-from draco.analysis.runs import open_run
-from draco.analysis.series import archive_numbers
-from draco.archive import write_step
-from draco.report.page import render_page, write_page
-from draco.types import Group, Task, Termination
+from draco.core.types import Group, Task, Termination
+from draco.run.archive import write_step
+from draco.study.page import render_page, write_page
+from draco.study.runs import open_run
+from draco.study.series import archive_numbers
 
 
 @pytest.fixture

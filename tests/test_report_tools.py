@@ -25,8 +25,15 @@ from report_judge import judge_server
 from rich.console import Console
 
 from callbacks.credit.step import StepLevelCredit
-from draco.analysis.audit import read_sheet, write_sheet
-from draco.analysis.judge_replay import (
+from draco.config.arguments import parse
+from draco.core.errors import ConfigError, JudgeCallError
+from draco.core.types import Judgement
+from draco.judge.client import JudgeRequest
+from draco.judge.replies import ReplyFault
+from draco.run.archive import read_calls, read_table, step_folder, write_step
+from draco.study.audit import read_sheet, write_sheet
+from draco.study.curves import all_figures
+from draco.study.judge_replay import (
     _Purse,
     criteria_overlap,
     load_results,
@@ -34,17 +41,10 @@ from draco.analysis.judge_replay import (
     replayable,
     summarise_replay,
 )
-from draco.analysis.judgements import read_groups
-from draco.analysis.matching import check_pairs, load_matches, match_criteria
-from draco.analysis.outside import judge_by_labels, read_groups_of
-from draco.analysis.runs import open_run
-from draco.archive import read_calls, read_table, step_folder, write_step
-from draco.arguments import parse
-from draco.errors import ConfigError, JudgeCallError
-from draco.judge.client import JudgeRequest
-from draco.judge.schema import ReplyFault
-from draco.report.curves import all_figures
-from draco.types import Judgement
+from draco.study.judgements import read_groups
+from draco.study.matching import check_pairs, load_matches, match_criteria
+from draco.study.outside import judge_by_labels, read_groups_of
+from draco.study.runs import open_run
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_a_judge_is_replayed_byte_for_byte_and_goes_on(run: Path, tmp_path: Path
     folder = run / "judge_replay" / "judge_two"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    from draco.analysis.runs import open_run
-    from draco.report.curves import all_figures
+    from draco.study.curves import all_figures
+    from draco.study.runs import open_run
 
     (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F9_judge_replay"]
     points = {s.label: list(zip(s.x, s.y, strict=True)) for s in figure.panels[0].series}

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draco.archive import TABLES, read_table, step_folders
-from draco.checkpoint import checkpoints
+from draco.run.archive import TABLES, read_table, step_folders
+from draco.run.checkpoint import checkpoints
 
 TESTS = Path(__file__).parent
 OPTIONS = [
@@ -30,8 +30,8 @@ OPTIONS = [
 
 UPDATE = "torch.optim.adamw:AdamW.step"
 JUDGE = "draco.judge.client:JudgeClient.call"
-TOKEN = "draco.agent:Rollout.push"
-ROW = "draco.loggers:MetricsCsv.log_metrics"
+TOKEN = "draco.rollout.rollout:Rollout.push"
+ROW = "draco.run.loggers:MetricsCsv.log_metrics"
 #: chains of points; each is reached by the process that goes on after the one before
 CHAINS: dict[str, list[dict[str, Any]]] = {
     "early": [

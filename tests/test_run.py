@@ -28,20 +28,20 @@ from safetensors.torch import load_file
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.evaluation import Evaluations
-from draco import archive as draco_archive
-from draco.archive import read_table, step_folders
-from draco.checkpoint import checkpoints
 from draco.cli import _job
-from draco.durable import publish
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.files import publish
+from draco.core.signals import Interrupted
+from draco.core.types import Credit, Judgement, Task
 from draco.env.base import Evaluator, Outcome
 from draco.env.desk import DeskEnvironment
-from draco.errors import ConfigError, TrainingStopped
-from draco.interrupt import Interrupted
 from draco.judge.client import JudgeClient
-from draco.run import _train
-from draco.run import train as run_job
-from draco.runfolder import resume_config
-from draco.types import Credit, Judgement, Task
+from draco.run import archive as draco_archive
+from draco.run.archive import read_table, step_folders
+from draco.run.checkpoint import checkpoints
+from draco.run.folder import resume_config
+from draco.run.train import _train
+from draco.run.train import train as run_job
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "conf"
@@ -414,7 +414,7 @@ BAD = [
     ("eval.split=nowhere", "test_challenge"),
     ("tasks_per_step=91", "set tasks_per_step to 90 or less"),
     ("limits.max_prompt_tokens=1", "raise the limit"),
-    ("limits.max_response_tokens=2048", r"policies\.tiny was made for 2048; set limits\.max_response_tokens=20\d\d"),
+    ("limits.max_response_tokens=2048", r"policy\.tiny was made for 2048; set limits\.max_response_tokens=20\d\d"),
     ("policy.adapter=/nowhere", "not a PEFT adapter"),
     ("policy.path=/nowhere", r"policy\.path="),
     ("policy.chat_template=/nowhere", r"policy\.chat_template='/nowhere' cannot be read"),
@@ -470,14 +470,14 @@ def test_ctrl_c_while_libraries_load_is_one_line(tmp_path: Path) -> None:
         "            signal.raise_signal(signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupting())\n"
     )
-    for module in ("hydra", "draco.sweep", "lightning"):
+    for module in ("hydra", "draco.run.sweep", "lightning"):
         env = {"PYTHONPATH": str(tmp_path), "INTERRUPT_AT": module}
         printed = shell(f"run={tmp_path / 'run'}", code=130, env=env)
         assert printed == "interrupted before the run began\n"
 
 
 def test_hydras_callback_imports_nothing_heavy() -> None:
-    heavy = "import sys, draco.sweep; print([m for m in ('torch', 'lightning') if m in sys.modules])"
+    heavy = "import sys, draco.run.sweep; print([m for m in ('torch', 'lightning') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout == "[]\n"
 
@@ -516,7 +516,7 @@ def test_a_sweep_is_one_wandb_group(
     options: tuple[str, ...], group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("draco.run.train", lambda config, *_: seen.append(config.logger.wandb.group))
+    monkeypatch.setattr("draco.run.train.train", lambda config, *_: seen.append(config.logger.wandb.group))
     with initialize_config_module("conf", version_base="1.3"):
         config = compose("train", ["logger=wandb", *options])
     _job(config, [], str(tmp_path / "big" / "0-dynamic-step-s0"), sweeping=True)
@@ -541,16 +541,16 @@ def test_a_rank_removes_what_its_hydra_made_when_all_ranks_are_past_theirs(
 
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("draco.run.joined", joined)
-    monkeypatch.setattr("draco.run.rank", lambda: 1)
-    monkeypatch.setattr("draco.run.broadcast", lambda _: str(run))
-    monkeypatch.setattr("draco.run._train", lambda *_: there.append(made.is_dir()) or {})
+    monkeypatch.setattr("draco.run.train.joined", joined)
+    monkeypatch.setattr("draco.run.train.rank", lambda: 1)
+    monkeypatch.setattr("draco.run.train.broadcast", lambda _: str(run))
+    monkeypatch.setattr("draco.run.train._train", lambda *_: there.append(made.is_dir()) or {})
     GlobalHydra.instance().clear()
     with initialize_config_module("conf", version_base="1.3"):
         config = compose("train", ["trainer=ddp", "trainer.accelerator=cpu", f"run={made}"])
     if resumed:
         config.resume = str(run)
-        monkeypatch.setattr("draco.runfolder.resume_config", lambda folder, given, _: given)
+        monkeypatch.setattr("draco.run.folder.resume_config", lambda folder, given, _: given)
     _job(config, [], str(made), sweeping=False)
     assert there == [True, False]
     assert run.is_dir()
@@ -568,8 +568,8 @@ def test_what_a_refused_run_has_started_is_ended(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_table_of_a_finished_run_is_shown_once(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = {"setting": "dynamic+step"}
-    monkeypatch.setattr("draco.run.rank", lambda: rank)
-    monkeypatch.setattr("draco.run.main_only", lambda _: (None, {"step": 3}, summary))
+    monkeypatch.setattr("draco.run.train.rank", lambda: rank)
+    monkeypatch.setattr("draco.run.train.main_only", lambda _: (None, {"step": 3}, summary))
     assert _train(DictConfig({}), tmp_path, 0.0) == ({} if rank else summary)
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from draco import diskplan
-from draco.diskplan import plan_disk
-from draco.durable import publish, remove, write_text
-from draco.errors import ConfigError
-from draco.loader import TaskLoader
-from draco.loggers import read_metrics
-from draco.policy import Policy
-from draco.runfolder import discard_empty, locked, prepare, resume_config, set_aside, write_config
-from draco.types import Task
+from draco.core.errors import ConfigError
+from draco.core.files import publish, remove, write_text
+from draco.core.types import Task
+from draco.policy.policy import Policy
+from draco.run import disk as diskplan
+from draco.run.disk import plan_disk
+from draco.run.folder import discard_empty, locked, prepare, resume_config, set_aside, write_config
+from draco.run.loader import TaskLoader
+from draco.run.loggers import read_metrics
 
 
 def test_a_folder_in_use_is_refused_with_its_owner(tmp_path: Path) -> None:

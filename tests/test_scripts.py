@@ -13,8 +13,8 @@ import evaluate
 import pytest
 from test_run import QUICK, train
 
-from draco.arguments import prices_of
-from draco.errors import ConfigError
+from draco.config.arguments import prices_of
+from draco.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 

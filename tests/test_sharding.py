@@ -11,11 +11,11 @@ from conftest import TINY, rollout_of
 from torch.distributed.tensor import DTensor
 
 from callbacks.checkpoint import _united
-from draco.chat import ChatFormat
-from draco.errors import ConfigError
-from draco.packing import Row, plan
-from draco.policy import Policy
-from draco.sharding import _Weights, full, is_sharded, like, shares
+from draco.core.errors import ConfigError
+from draco.policy.chat import ChatFormat
+from draco.policy.policy import Policy
+from draco.policy.sharding import _Weights, full, is_sharded, like, shares
+from draco.update.packing import Row, plan
 
 
 def test_a_policy_without_weights_has_the_adapter_of_a_whole_one() -> None:

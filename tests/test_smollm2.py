@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_run import train
 
-from draco.archive import read_table, read_trajectories
-from draco.policy import Policy
+from draco.policy.policy import Policy
+from draco.run.archive import read_table, read_trajectories
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,21 +21,21 @@ from test_module import Rewards, make_module, make_trainer, script
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rollout import AgentRollout
 from callbacks.rubric.random import RandomRubric
-from draco.agent import Limits, Rollout
-from draco.archive import read_table, step_folders
-from draco.background import BackgroundLoop
-from draco.checkpoint import checkpoints
-from draco.engine.vllm import VllmEngine
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError, EngineError, TrainingStopped
+from draco.core.signals import Interrupted
+from draco.core.types import Credit, Group, Judgement, Task
 from draco.env.base import Reply
 from draco.env.desk.environment import DeskEnvironment, DeskEpisode
-from draco.errors import ConfigError, EngineError, TrainingStopped
-from draco.interrupt import Interrupted
-from draco.loader import TaskLoader
-from draco.loggers import read_metrics
 from draco.module import GRPOModule, LossOptions
-from draco.policy import Policy
-from draco.run import train
-from draco.types import Credit, Group, Judgement, Task
+from draco.policy.policy import Policy
+from draco.rollout.engines.vllm import VllmEngine
+from draco.rollout.rollout import Limits, Rollout
+from draco.run.archive import read_table, step_folders
+from draco.run.checkpoint import checkpoints
+from draco.run.loader import TaskLoader
+from draco.run.loggers import read_metrics
+from draco.run.train import train
 
 LOOK = "<code>apis.mail.list(page=1)</code>"
 

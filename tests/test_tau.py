@@ -13,10 +13,10 @@ from typing import Any
 import evaluate
 import pytest
 
-from draco.analysis.runs import open_run
-from draco.errors import ConfigError, EnvironmentFault
-from draco.evaluation.tau import TauOptions, parse_results, run_tau2, tau2_command
-from draco.report.tables import all_tables
+from draco.core.errors import ConfigError, EnvironmentFault
+from draco.study.runs import open_run
+from draco.study.tables import all_tables
+from draco.study.tau import TauOptions, parse_results, run_tau2, tau2_command
 
 
 def simulation(task: str, trial: int, reward: float | None, end: str = "user_stop", turns: int = 2) -> dict[str, Any]:

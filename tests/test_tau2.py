@@ -11,7 +11,7 @@ import evaluate
 import pytest
 from tau_models import AGENT_TOKENS, USER_TOKENS, tau_server
 
-from draco.errors import EnvironmentFault
+from draco.core.errors import EnvironmentFault
 
 TAU2 = Path(__file__).parents[1] / ".venv-tau2" / "bin" / "tau2"
 

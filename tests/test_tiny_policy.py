@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import draco.policies.tiny
+import draco.policy.tiny
 from draco.env.desk.agent import Agent
 from draco.env.desk.environment import DeskEpisode
 from draco.env.desk.scenarios import plan, pools, task_ids
 
-HOME = Path(draco.policies.tiny.__file__).parent
+HOME = Path(draco.policy.tiny.__file__).parent
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 

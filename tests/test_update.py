@@ -13,13 +13,13 @@ import torch
 from test_module import credits_of, gradients, prepared, relative
 from torch import Tensor
 
-from draco.errors import AdapterError, ConfigError
+from draco.core.errors import AdapterError, ConfigError
+from draco.core.types import Credit
 from draco.module import GRPOModule, StepRecord
-from draco.options import LossOptions, UpdateOptions
-from draco.policy import Policy
-from draco.types import Credit
+from draco.policy.policy import Policy
+from draco.update.options import LossOptions, UpdateOptions
 
-TINY = "pkg://draco.policies.tiny"
+TINY = "pkg://draco.policy.tiny"
 
 
 def token_logprobs(policy: Policy, ids: Sequence[int], step_of: Sequence[int]) -> Tensor:

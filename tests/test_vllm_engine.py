@@ -22,23 +22,23 @@ from fake_vllm import FakeVllm
 from test_config import configuration
 
 from callbacks.rubric.random import RandomRubric
-from draco.agent import Limits, Rollout, sampling_seed
-from draco.background import BackgroundLoop
-from draco.checkpoint import checkpoints, read_state
-from draco.choices import compose_config
-from draco.engine.vllm import Launch, VllmEngine, adapters
-from draco.engine.vllm.adapters import AdapterStore, served_keys
-from draco.engine.vllm.routing import Router
+from draco.config.choices import compose_config
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.types import Credit, Group, Judgement, Task, Termination
 from draco.env.base import Episode, Reply
-from draco.errors import ConfigError, TrainingStopped
-from draco.judge.basegroups import sample_groups
 from draco.judge.client import JudgeClient
 from draco.judge.probe import ping
-from draco.judge.schema import json_schema
+from draco.judge.replies import json_schema
 from draco.module import GRPOModule
-from draco.policy import Policy
-from draco.run import train
-from draco.types import Credit, Group, Judgement, Task, Termination
+from draco.policy.policy import Policy
+from draco.rollout.engines.vllm import Launch, VllmEngine, adapters
+from draco.rollout.engines.vllm.adapters import AdapterStore, served_keys
+from draco.rollout.engines.vllm.routing import Router
+from draco.rollout.rollout import Limits, Rollout, sampling_seed
+from draco.run.checkpoint import checkpoints, read_state
+from draco.run.train import train
+from draco.study.base_rollouts import sample_groups
 
 SCRIPT = ("<code>a</code>", "<code>b</code>", "<code>done</code>")
 LIMITS = Limits(max_turns=8, max_response_tokens=200)
@@ -378,7 +378,7 @@ def test_waiting_for_a_place_takes_nothing_of_the_deadline(
     start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = [0.0]
-    monkeypatch.setattr("draco.agent.time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
+    monkeypatch.setattr("draco.rollout.rollout.time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
 
     class Slow(EchoEpisode):
         def step(self, actions: Sequence[str]) -> Reply:
@@ -625,7 +625,7 @@ def test_a_server_that_nobody_wakes_is_not_waited_for_for_ever(
     server = start()
     engine, _ = opened(server, sleep=True)
     server.asleep, engine.request_timeout_s = True, 0.3
-    monkeypatch.setattr("draco.engine.vllm.engine.local_rank", lambda: 1)
+    monkeypatch.setattr("draco.rollout.engines.vllm.engine.local_rank", lambda: 1)
     engine._wait(asyncio.wait_for(engine._wake_all(), 20))
     assert server.asleep
 
@@ -707,7 +707,9 @@ def test_what_cannot_work_is_found_before_weights_are_loaded(
 ) -> None:
     options: dict[str, Any] = {"max_prompt_tokens": 100, "max_response_tokens": 100}
     VllmEngine(servers=[start().url], **options).check()
-    monkeypatch.setattr("draco.engine.vllm.engine._REACH_S", 0.3)  # to wait for those that nobody will answer from
+    monkeypatch.setattr(
+        "draco.rollout.engines.vllm.engine._REACH_S", 0.3
+    )  # to wait for those that nobody will answer from
     with pytest.raises(ConfigError, match=r"engine.servers: http://127.0.0.1:1 is not healthy"):
         VllmEngine(servers=["http://127.0.0.1:1"], **options).check()
     with pytest.raises(ConfigError, match=r"engine.python=.*no such interpreter; make the environment with"):

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from draco.distributed import alone
-from draco.engine.vllm import Launch, VllmEngine, guard
-from draco.engine.vllm import launch as launching
-from draco.engine.vllm.launch import Launched
-from draco.errors import ConfigError
-from draco.policy import Policy
+from draco.core.distributed import alone
+from draco.core.errors import ConfigError
+from draco.policy.policy import Policy
+from draco.rollout.engines.vllm import Launch, VllmEngine, guard
+from draco.rollout.engines.vllm import launch as launching
+from draco.rollout.engines.vllm.launch import Launched
 
 GUARD = Path(guard.__file__)
 #: a command that leaves a child of its own behind, as a server with worker processes does

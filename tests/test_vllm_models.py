@@ -16,14 +16,14 @@ from test_config import configuration
 from test_engine import recomputed
 from test_vllm_servers import PYTHON, perturb, rollouts
 
-from draco.archive import read_calls, read_table
-from draco.background import BackgroundLoop
-from draco.engine.vllm import Launch, VllmEngine
-from draco.errors import TrainingStopped
-from draco.judge.schema import json_schema
-from draco.loggers import read_metrics
-from draco.policy import Policy, resolve
-from draco.run import train
+from draco.core.background import BackgroundLoop
+from draco.core.errors import TrainingStopped
+from draco.judge.replies import json_schema
+from draco.policy.policy import Policy, resolve
+from draco.rollout.engines.vllm import Launch, VllmEngine
+from draco.run.archive import read_calls, read_table
+from draco.run.loggers import read_metrics
+from draco.run.train import train
 
 pytestmark = [
     pytest.mark.vllm,
@@ -76,7 +76,7 @@ def test_a_real_small_model_judges_a_step(smollm2: VllmEngine, tmp_path: Path, m
     assert endpoint is not None
     base, name, key = endpoint
     monkeypatch.setenv("HOSTED_VLLM_API_KEY", key)
-    monkeypatch.setattr("draco.run.check_judge", lambda rubric: None)  # it may refuse a judge as weak as this
+    monkeypatch.setattr("draco.run.train.check_judge", lambda rubric: None)  # it may refuse a judge as weak as this
     criteria, run = tmp_path / "one.yaml", tmp_path / "run"
     criteria.write_text(CRITERION)
     train(
@@ -204,7 +204,7 @@ def test_qwen3_5_adapters_reach_both_served_classes(
                 gaps[name] = gaps.get(name, 0.0) + gap / len(rows)
         assert 5 * gaps["trainer"] < gaps["base"]
         if multimodal:  # under the trainer's own names vLLM loads it, says nothing, and applies nothing
-            monkeypatch.setattr("draco.engine.vllm.adapters.served_keys", lambda _, state: dict(state))
+            monkeypatch.setattr("draco.rollout.engines.vllm.adapters.served_keys", lambda _, state: dict(state))
             perturb(policy, 0.3, 2)
             with pytest.raises(TrainingStopped, match="vllm#39369"):
                 list(engine.run(policy, rollouts(policy, 1), temperature=1.0))

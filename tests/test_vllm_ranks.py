@@ -12,10 +12,10 @@ import pytest
 from conftest import TINY
 from fake_vllm import FakeVllm
 
-from draco.archive import read_table
-from draco.background import BackgroundLoop
-from draco.loggers import read_metrics
-from draco.policy import Policy
+from draco.core.background import BackgroundLoop
+from draco.policy.policy import Policy
+from draco.run.archive import read_table
+from draco.run.loggers import read_metrics
 
 pytestmark = pytest.mark.distributed
 

@@ -16,17 +16,17 @@ from conftest import TINY
 from test_config import configuration
 from test_engine import LIMITS, recomputed
 
-from draco.agent import Rollout, sampling_seed
-from draco.archive import read_table
-from draco.background import BackgroundLoop
-from draco.engine.transformers import TransformersEngine
-from draco.engine.vllm import Launch, VllmEngine
-from draco.engine.vllm.adapters import Adapter, AdapterStore
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.types import Termination
 from draco.env.desk import DeskEnvironment
-from draco.errors import ConfigError, TrainingStopped
-from draco.policy import Policy
-from draco.run import train
-from draco.types import Termination
+from draco.policy.policy import Policy
+from draco.rollout.engines.transformers import TransformersEngine
+from draco.rollout.engines.vllm import Launch, VllmEngine
+from draco.rollout.engines.vllm.adapters import Adapter, AdapterStore
+from draco.rollout.rollout import Rollout, sampling_seed
+from draco.run.archive import read_table
+from draco.run.train import train
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-vllm/bin/python"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from draco import watch
-from draco.errors import ConfigError, TrainingStopped
-from draco.watch import Watch
+from draco.core import watch
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.watch import Watch
 
 
 class Ended(Exception):

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from draco.checks import one_of
-from draco.credit import StepCredit, redistribute
-from draco.credit_stage import GroupCredit
-from draco.types import Judgement
+from draco.config.options import one_of
+from draco.core.types import Judgement
+from draco.credit.base import GroupCredit
+from draco.credit.redistribution import StepCredit, redistribute
 
 __all__ = ["StepLevelCredit"]
 

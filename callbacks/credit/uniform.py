@@ -8,9 +8,9 @@ attribution calls. Nothing to keep over a restart.
 
 from __future__ import annotations
 
-from draco.credit import StepCredit, uniform
-from draco.credit_stage import GroupCredit
-from draco.types import Judgement
+from draco.core.types import Judgement
+from draco.credit.base import GroupCredit
+from draco.credit.redistribution import StepCredit, uniform
 
 __all__ = ["UniformCredit"]
 

@@ -11,8 +11,8 @@ A restart keeps the proposals that `propose_cache="run"` reuses. With `propose_c
 
 from __future__ import annotations
 
+from draco.core.types import Group
 from draco.judge.stage import JudgedRubric
-from draco.types import Group
 
 __all__ = ["DynamicRubric"]
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from draco.checks import number
+from draco.config.options import number
+from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.types import Failure, Group, Judgement
 from draco.env.base import Evaluator
-from draco.errors import ConfigError, TrainingStopped
 from draco.judge.stage import BaseRubric, judged_without_criteria
-from draco.types import Failure, Group, Judgement
 
 __all__ = ["OutcomeRubric"]
 

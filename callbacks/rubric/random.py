@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 
+from draco.core.types import Group, Judgement
 from draco.judge.stage import BaseRubric, judged_without_criteria
-from draco.types import Group, Judgement
 
 __all__ = ["RandomRubric", "toss"]
 

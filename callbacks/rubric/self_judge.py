@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.checks import whole
-from draco.errors import ConfigError
+from draco.config.options import whole
+from draco.core.errors import ConfigError
+from draco.core.types import Group, Judgement
 from draco.judge import local
 from draco.judge.client import JudgeClient, JudgeMember
 from draco.judge.context import needed_context
-from draco.judge.ensemble import Panel, Voter
 from draco.judge.records import CallRecord
 from draco.judge.stage import JudgedRubric
+from draco.judge.votes import Panel, Voter
 from draco.stages import RolloutStage, find_stage
-from draco.types import Group, Judgement
 
 if TYPE_CHECKING:
-    from draco.engine.base import Engine
-    from draco.policy import Policy
+    from draco.policy.policy import Policy
+    from draco.rollout.engines.base import Engine
 
 __all__ = ["SelfJudgeRubric"]
 
-_TOO_SMALL = "draco.policies.tiny"
+_TOO_SMALL = "draco.policy.tiny"
 _UNHURRIED_S = 86_400.0  #: in process a call waits for its whole batch
 
 

@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from draco.errors import ConfigError
+from draco.core.errors import ConfigError
+from draco.core.types import Criterion, Group
 from draco.judge.client import JudgeClient
 from draco.judge.stage import JudgedRubric
-from draco.types import Criterion, Group
 
 __all__ = ["StaticRubric", "load_criteria"]
 
@@ -54,10 +54,10 @@ def load_criteria(source: str) -> tuple[Criterion, ...]:
     Raises:
         ConfigError: no such file or packaged set, not such a list, a field missing, or two equal titles.
     """
-    packaged = files("draco.judge") / "rubrics"
-    names = sorted(p.name.removesuffix(".yaml") for p in packaged.iterdir() if p.name.endswith(".yaml"))
+    packaged = files("draco.env")
+    names = sorted(p.name for p in packaged.iterdir() if (p / "rubric.yaml").is_file())
     if source in names:
-        text = (packaged / f"{source}.yaml").read_text(encoding="utf-8")
+        text = (packaged / source / "rubric.yaml").read_text(encoding="utf-8")
     elif Path(source).is_file():
         text = Path(source).read_text(encoding="utf-8")
     else:

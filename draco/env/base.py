@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draco.types import Message, Task
+from draco.core.types import Message, Task
 
 __all__ = [
     "CODE",

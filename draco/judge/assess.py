@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from draco.judge.schema import (
+from draco.core.types import Criterion
+from draco.judge.replies import (
     Attributed,
     Score,
     Scored,
@@ -18,7 +19,6 @@ from draco.judge.schema import (
     strict_schema,
     validated,
 )
-from draco.types import Criterion
 
 __all__ = ["ASSESS_SCHEMA", "Assessed", "check_assessments"]
 

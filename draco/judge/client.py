@@ -20,18 +20,18 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
-from draco.checks import listed, number, one_of, whole
-from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
+from draco.config.options import listed, number, one_of, whole
+from draco.core.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
+from draco.core.llm.money import Prices, Spend, Usage
+from draco.core.llm.redact import Redactor
+from draco.core.llm.transport import Endpoint, Fault, Reply, Transport
 from draco.judge.breaker import Breaker
-from draco.judge.ensemble import RULES
+from draco.judge.cache import Store, Stored, key_of
 from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
-from draco.judge.redact import Redactor
-from draco.judge.schema import ReplyFault, json_schema, parse_json
-from draco.judge.spend import Prices, Spend, Usage
-from draco.judge.store import Store, Stored, key_of
-from draco.judge.transport import Endpoint, Fault, Reply, Transport
+from draco.judge.replies import ReplyFault, json_schema, parse_json
+from draco.judge.votes import RULES
 
 __all__ = ["JudgeClient", "JudgeMember", "JudgeOptions", "JudgeRequest"]
 
@@ -96,8 +96,8 @@ class JudgeOptions:
     prices: Mapping[str, Any] | None = None  #: USD a million tokens, in place of litellm's table: input, output, cached
     on_model_change: Literal["warn", "stop"] = "warn"  #: the provider serves another model or fingerprint than before
     max_failed_share: float = 0.25  #: more failed judgements than this share of a batch's trajectories stop the run
-    plan: str = "paper"  #: or lean; read by the pipeline (`draco.judge.plan`)
-    #: models that score together; empty: `model` alone (`draco.judge.ensemble`). Asked at `api_base` with `api_key`
+    plan: str = "paper"  #: or lean; read by the pipeline (`draco.judge.views`)
+    #: models that score together; empty: `model` alone (`draco.judge.votes`). Asked at `api_base` with `api_key`
     #: unless they name their own
     members: Sequence[str | Mapping[str, Any]] = field(default=(), repr=False)
     ensemble: str = "majority"  #: or unanimous, weighted: how the members' votes become a verdict

@@ -18,15 +18,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from draco.agent import Limits, Rollout, sampling_seed
-from draco.chat import ChatFormat
+from draco.core.errors import EngineError
+from draco.core.types import Message, Task, Termination
 from draco.env.base import ActionSpan, Episode, Reply
-from draco.errors import EngineError
-from draco.types import Message, Task, Termination
+from draco.policy.chat import ChatFormat
+from draco.rollout.rollout import Limits, Rollout, sampling_seed
 
 if TYPE_CHECKING:
-    from draco.engine.base import Engine
-    from draco.policy import Policy
+    from draco.policy.policy import Policy
+    from draco.rollout.engines.base import Engine
 
 __all__ = ["PROVIDER", "Answer", "Answering", "Ask", "adapter_hash", "asks", "register", "serve"]
 

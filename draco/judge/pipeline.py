@@ -3,8 +3,8 @@
     propose_task (1) → propose_rollout (G) → merge (1) → score (G) → dropout → attribute (G)
 
 About 20 calls for G = 6; 14 where the credit stage needs no citations; 12 or 6 with a static set. What each call shows,
-and whether score and attribution are one, is the plan's choice (`draco.judge.plan`); who scores is the panel's
-(`draco.judge.ensemble`).
+and whether score and attribution are one, is the plan's choice (`draco.judge.views`); who scores is the panel's
+(`draco.judge.votes`).
 
 Who leaves, and when: quarantined rollouts before anything; a rollout whose own call failed, before statistics.
 Dropout and rewards are computed over the members that are left at the end. Dropout is needed before `attribute`, so
@@ -23,18 +23,18 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from draco import advantage
-from draco.checks import one_of
-from draco.errors import ConfigError, JudgeConfigError, JudgeError
+from draco.config.options import one_of
+from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
+from draco.core.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
+from draco.credit import advantage
 from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments
 from draco.judge.client import JudgeRequest
-from draco.judge.ensemble import Ballot, Judge, Panel, Voter, panel_of
-from draco.judge.plan import plan_named
 from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.records import CallRecord, call_metrics, with_rates
-from draco.judge.schema import Attributed, Scored, check_attributions, check_criteria, check_scores, json_schema
+from draco.judge.replies import Attributed, Scored, check_attributions, check_criteria, check_scores, json_schema
 from draco.judge.transcript import Blocks, Caps
-from draco.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
+from draco.judge.views import plan_named
+from draco.judge.votes import Ballot, Judge, Panel, Voter, panel_of
 
 __all__ = ["JudgePipeline"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from draco.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
+from draco.core.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
+from draco.core.types import Criterion
 from draco.judge.client import JudgeRequest
-from draco.judge.ensemble import Judge
 from draco.judge.prompts import criteria_block, messages
 from draco.judge.records import CallRecord
-from draco.judge.schema import check_scores
+from draco.judge.replies import check_scores
 from draco.judge.transcript import fence
-from draco.types import Criterion
+from draco.judge.votes import Judge
 
 __all__ = ["ping"]
 

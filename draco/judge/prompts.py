@@ -16,8 +16,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from draco.core.types import Criterion
 from draco.judge.transcript import CONTROL
-from draco.types import Criterion
 
 __all__ = [
     "CALLS",

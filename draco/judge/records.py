@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from draco.core.types import Group, Judgement
 from draco.judge import agreement
-from draco.types import Group, Judgement
 
 __all__ = ["CallRecord", "add_metrics", "call_metrics", "length_metrics", "with_rates"]
 

@@ -20,20 +20,20 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.background import BackgroundLoop
-from draco.checks import number, one_of
-from draco.distributed import barrier, gather
-from draco.errors import ConfigError, JudgeError, TrainingStopped
+from draco.config.options import number, one_of
+from draco.core.background import BackgroundLoop
+from draco.core.distributed import barrier, gather
+from draco.core.errors import ConfigError, JudgeError, TrainingStopped
+from draco.core.types import Criterion, Failure, Group, Judgement
 from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
-from draco.judge.ensemble import Panel
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
 from draco.judge.probe import ping
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, length_metrics, with_rates
 from draco.judge.transcript import Caps
+from draco.judge.votes import Panel
 from draco.stages import RubricStage
-from draco.types import Criterion, Failure, Group, Judgement
 
 __all__ = ["BaseRubric", "JudgedRubric", "judged_without_criteria", "read_secret"]
 

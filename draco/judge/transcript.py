@@ -28,8 +28,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from draco.errors import ConfigError
-from draco.types import Message, Step, Trajectory
+from draco.core.errors import ConfigError
+from draco.core.types import Message, Step, Trajectory
 
 __all__ = ["CONTROL", "Blocks", "Caps", "cut", "digest", "escape", "fence", "opening", "steps", "transcript"]
 

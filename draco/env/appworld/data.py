@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draco.core.errors import ConfigError
+from draco.core.types import Task
 from draco.env.appworld.inside.roots import INDEX
-from draco.errors import ConfigError
-from draco.types import Task
 
 __all__ = ["SETUP", "Roots"]
 

@@ -16,7 +16,9 @@ import zlib
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from draco.background import BackgroundLoop
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError
+from draco.core.types import Message, Task
 from draco.env.appworld.client import SERVER, ForkServer, Limits, ServerOptions
 from draco.env.appworld.data import SETUP, Roots
 from draco.env.appworld.faults import AppWorldFault
@@ -24,8 +26,6 @@ from draco.env.appworld.inside import cage
 from draco.env.appworld.pool import Pool, Slot
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
-from draco.errors import ConfigError
-from draco.types import Message, Task
 
 __all__ = ["AppWorldEnvironment", "AppWorldEpisode", "AppWorldEvaluator", "pack_state", "unpack_state"]
 

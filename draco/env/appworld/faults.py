@@ -15,7 +15,7 @@ What the agent does wrong (unsafe code, an endless loop, a crash of its own proc
 
 from __future__ import annotations
 
-from draco.errors import EnvironmentFault
+from draco.core.errors import EnvironmentFault
 
 __all__ = [
     "AppWorldFault",

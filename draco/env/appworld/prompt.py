@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from importlib.resources import files
 
-from draco.types import Message, Task
+from draco.core.types import Message, Task
 
 __all__ = ["CAVEATS", "TokenCounter", "cut", "opening"]
 
@@ -82,7 +82,7 @@ class TokenCounter:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            from draco.policy import resolve
+            from draco.policy.policy import resolve
 
             options = {"gguf_file": self.gguf_file} if self.gguf_file else {}
             self._tokenizer = AutoTokenizer.from_pretrained(resolve(self.path), **options)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from draco.core.errors import ConfigError
 from draco.env.base import Outcome
 from draco.env.desk.apps import describe
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import DeskEvaluator
 from draco.env.desk.scenarios import plan
-from draco.errors import ConfigError
 
 _USAGE = "usage: python -m draco.env.desk list [SPLIT] | play TASK_ID"
 

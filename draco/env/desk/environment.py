@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from draco.core.types import Message, Task
 from draco.env.base import Environment, Episode, Reply
 from draco.env.desk.apps import describe
 from draco.env.desk.parse import BadCall, parse
 from draco.env.desk.scenarios import SPLITS, Plan, plan, task_ids
 from draco.env.desk.world import Refused, World
-from draco.types import Message, Task
 
 __all__ = ["RULES", "DeskEnvironment", "DeskEpisode", "opening"]
 

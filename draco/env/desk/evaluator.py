@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from draco.core.errors import ConfigError
+from draco.core.types import Task
 from draco.env.base import Evaluator, Outcome
 from draco.env.desk.scenarios import Block, Plan, plan
 from draco.env.desk.world import PAGE, Effect, restates
-from draco.errors import ConfigError
-from draco.types import Task
 
 __all__ = ["FAULTS", "DeskEvaluator"]
 

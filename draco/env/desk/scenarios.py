@@ -14,10 +14,10 @@ from itertools import permutations
 from random import Random
 from typing import Any
 
+from draco.core.errors import ConfigError
+from draco.core.types import Task
 from draco.env.base import CODE, TOOL_CALL, ActionFormat
 from draco.env.desk.world import Effect, Facts, Mail
-from draco.errors import ConfigError
-from draco.types import Task
 
 __all__ = [
     "BLOCK_APPS",

@@ -1,0 +1,180 @@
+"""Where a run takes place: which processes, which strategy, whose weights; from the configuration and the launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from draco.config.rules import check
+from draco.core.distributed import barrier, launched, local_rank, main_only, world_size
+from draco.core.errors import ConfigError
+
+__all__ = ["fetch_weights", "launch_processes", "nearest", "on_gpu", "place", "processes", "say_shares", "sharded"]
+
+log = logging.getLogger("draco")
+
+_SHARDED = "draco.policy.sharding.ShardedStrategy"
+_IN_PROCESS = "draco.rollout.engines.transformers.TransformersEngine"
+
+
+def sharded(config: DictConfig) -> bool:
+    """Whether the trainer shards the policy (FSDP2)."""
+    strategy = config.trainer.get("strategy")
+    return isinstance(strategy, DictConfig) and strategy.get("_target_") == _SHARDED
+
+
+def on_gpu(config: DictConfig) -> bool:
+    """Whether the trainer uses GPUs."""
+    if config.trainer.get("accelerator") in ("gpu", "cuda"):
+        return True
+    if config.trainer.get("accelerator") != "auto":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def processes(config: DictConfig) -> tuple[int, int]:
+    """Processes on a node, and nodes, that the trainer asks for."""
+    devices: Any = config.trainer.get("devices", 1)
+    if isinstance(devices, ListConfig):
+        local = len(devices)
+    elif devices in ("auto", -1, "-1"):
+        import torch
+
+        local = torch.cuda.device_count() if on_gpu(config) else 1
+    else:
+        local = int(devices)
+    return local, int(config.trainer.get("num_nodes", 1))
+
+
+def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool) -> None:
+    """Replace this process by torchrun where the trainer wants several processes on this machine.
+
+    Raises:
+        ConfigError: it wants several machines, or GPUs that this one does not have, the job is one of a sweep, or the
+            configuration cannot work: said once here, and not by every process after they have all started.
+    """
+    local, nodes = processes(config)
+    if launched() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if local * nodes == 1:
+        _check_gpus(config)
+        return
+    script = Path(sys.argv[0]).name
+    if nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes is {nodes}: start the job on every node with torchrun --nnodes {nodes} "
+            f"--nproc-per-node {local} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 --rdzv-id NAME {script} … "
+            "(scripts/slurm/ has complete files)"
+        )
+    if sweeping:
+        raise ConfigError(f"a sweep runs in one process and this trainer wants {local}; start one job at a time")
+    check(config)
+    _check_gpus(config)
+    _check_strategy(config)
+    named = any(o.split("=", 1)[0] in {"run", "resume"} for o in overrides)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(local),
+        sys.argv[0],
+    ]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [*command, *sys.argv[1:], *([] if named else [f"run={config.run}"])])
+
+
+def place(config: DictConfig) -> None:
+    """Give the trainer the processes that the launcher started, and refuse what cannot work with them.
+
+    Raises:
+        ConfigError: the strategy knows one process, this machine lacks the GPUs, or the engine cannot sample from
+            shards.
+    """
+    if launched() > 1:
+        _check_strategy(config)
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        for key, value in {"devices": local, "num_nodes": launched() // local}.items():
+            OmegaConf.update(config, f"trainer.{key}", value, force_add=True)
+    _check_gpus(config)
+    if sharded(config) and config.engine.get("_target_") == _IN_PROCESS and not config.distributed.gather_for_rollouts:
+        raise ConfigError(
+            "engine=transformers cannot sample from a sharded policy: use engine=vllm (servers), or, if one device can "
+            "hold the whole model, distributed.gather_for_rollouts=true, or trainer=ddp"
+        )
+
+
+def _check_strategy(config: DictConfig) -> None:
+    if sharded(config) or str(config.trainer.get("strategy", "")).startswith("ddp"):
+        return
+    raise ConfigError(
+        f"several processes and trainer.strategy={config.trainer.get('strategy')}: use trainer=ddp or trainer=fsdp "
+        "(ddp_multinode, fsdp_multinode on several machines)"
+    )
+
+
+def _check_gpus(config: DictConfig) -> None:
+    """torch itself says no more than that some function is missing, in every process."""
+    if not on_gpu(config):
+        return
+    import torch
+
+    devices: Any = config.trainer.get("devices", 1)
+    have = torch.cuda.device_count()
+    if isinstance(devices, ListConfig):
+        needed = max((int(d) + 1 for d in devices), default=0)
+    else:
+        needed = 1 if devices in ("auto", -1, "-1") else int(devices)
+    if needed > have:
+        expected = f"trainer.devices up to {have}" if have else "a machine with GPUs"
+        split = "; leave out placement=split, which sets trainer.devices" if isinstance(devices, ListConfig) else ""
+        raise ConfigError(
+            f"trainer.devices={devices} but this machine has {have} GPUs; expected {expected}; choose trainer=cpu to "
+            f"train without GPUs{split}"
+        )
+
+
+def nearest(tasks: int, ranks: int) -> tuple[int, ...]:
+    """Numbers of tasks around `tasks` that every rank gets an equal share of.
+
+    >>> nearest(16, 3)
+    (15, 18)
+    """
+    below = tasks // ranks * ranks
+    return tuple(n for n in (below, below + ranks) if n)
+
+
+def say_shares(tasks: int, ranks: int) -> None:
+    """Warn once where ranks get unequal numbers of tasks: correct, but the smaller shares wait for the larger."""
+    if tasks % ranks:
+        log.warning(
+            "tasks_per_step=%d on %d ranks: shares of %d and %d tasks, so some ranks wait%s; nearest even: %s",
+            tasks, ranks, tasks // ranks, tasks // ranks + 1, " without any work" if tasks < ranks else "",
+            " or ".join(map(str, nearest(tasks, ranks))),
+        )  # fmt: skip
+
+
+def fetch_weights(config: DictConfig) -> None:
+    """Download a hub model once a node, at the commit that rank 0 sees, before all processes read it."""
+    path = str(config.policy.get("path", ""))
+    if world_size() == 1 or path.startswith("pkg://") or Path(path).expanduser().is_dir():
+        return
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return
+    from huggingface_hub import HfApi, snapshot_download
+
+    revision = config.policy.get("revision")
+    commit = main_only(lambda: HfApi().model_info(path, revision=revision).sha)
+    OmegaConf.update(config, "policy.revision", commit, force_add=True)
+    if local_rank() == 0:
+        snapshot_download(path, revision=commit)
+    barrier()

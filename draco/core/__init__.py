@@ -1,0 +1,1 @@
+"""The ground that every room stands on: data objects, errors, files, processes, signals, calls to language models."""

@@ -1,0 +1,1 @@
+"""One call to a language model through litellm, and what it costs."""

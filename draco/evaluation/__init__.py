@@ -1,1 +1,0 @@
-"""Evaluation: records of evaluated rollouts and the metrics made from them."""

@@ -1,0 +1,295 @@
+"""Sharded training (FSDP2): no rank ever holds the whole base model.
+
+A policy built with `sharded=True` has a base model without memory: its parameters are on the meta device, the adapter
+is real. `shard` cuts every decoder layer, and what is left, over the data-parallel ranks and reads each rank's rows,
+and only those, from the safetensors files. Then a layer is whole only while it computes.
+
+Gradients: FSDP averages over ranks; `set_gradient_divide_factor(1)` makes it a sum, which is what the update wants (one
+global denominator divides later). Every forward and backward pass is a collective, so all ranks must run the same
+number of micro-batches: `shares` deals a rank's rows out evenly, and the update pads with empty ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from draco.core.errors import ConfigError
+from draco.update.logprobs import base_model
+from draco.update.packing import Row
+
+__all__ = [
+    "ShardedStrategy", "full", "gathered", "is_sharded", "like", "on_meta", "phantoms", "shard", "shares", "whole_call",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+#: Names of the text model inside checkpoints of multimodal classes, e.g. Qwen3_5ForConditionalGeneration.
+_PREFIXES = (("", ""), ("model.", "model.language_model."), ("model.", "language_model.model."))
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy with every process in the data-parallel dimension."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=False, **options)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+
+# --- building without memory ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Parameters that modules register in the body lose their memory at once; buffers stay as they are."""
+    register = nn.Module.register_parameter
+
+    def without_memory(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def phantoms(model: nn.Module) -> Iterator[None]:
+    """Meta parameters look like CPU tensors (of one element, repeated) in the body: PEFT gives them a real adapter,
+    with the random numbers of a real model."""
+    meta = dict(model.named_parameters())
+    for name, parameter in meta.items():
+        _set(model, name, nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape), False))
+    owners = {id(p): name for name, p in model.named_parameters()}
+    _tie(model)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                if (owner := owners.get(id(parameter))) is not None:
+                    module.register_parameter(key, meta[owner])
+        _tie(model)
+
+
+def _tie(model: nn.Module) -> None:
+    if tie := getattr(model, "tie_weights", None):
+        tie()
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, key = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(key, parameter)
+
+
+# --- sharding ---------------------------------------------------------------------------------------------------------
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has been at work."""
+    return isinstance(base_model(model), FSDPModule)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, folder: Path | None, device: torch.device) -> None:
+    """Cut a PEFT model over the ranks of a mesh and read this rank's part of the weights.
+
+    Layers are units of their own; embedding, final norm and head are one more, gathered around `whole_call`.
+
+    Args:
+        model: PEFT model whose base was built under `on_meta`.
+        mesh: one dimension.
+        folder: of the safetensors files; None leaves weights undefined (planning).
+        device: of the shards.
+
+    Raises:
+        ConfigError: files or tensors are missing or of another shape.
+    """
+    base = base_model(model)
+    dtypes = {p.dtype for p in base.parameters() if not p.requires_grad}
+    low = {d for d in dtypes if d.itemsize < 4}
+    policy = MixedPrecisionPolicy(param_dtype=min(low, key=str), reduce_dtype=torch.float32) if low else None
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
+    if policy is not None:
+        options["mp_policy"] = policy
+    for layer in _layers(base):
+        fully_shard(layer, **options)
+    base.draco_call = _call
+    fully_shard(base, **options)
+    register_fsdp_forward_method(base, "draco_call")
+    for module in base.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if folder is not None:
+        _load(base, _Weights(folder), device)
+        _move_buffers(base, device)
+
+
+def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _layers(base: nn.Module) -> Sequence[nn.Module]:
+    """The decoder layers of a transformers model."""
+    found = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    chosen = [m for m in found if {type(x).__name__ for x in m} <= names]
+    if len(chosen) != 1:
+        raise ConfigError(f"{type(base).__name__} names no decoder layers to shard by; use trainer=ddp")
+    return list(chosen[0])
+
+
+def whole_call(model: nn.Module, work: Callable[[], T]) -> T:
+    """Run `work` with embedding, norm and head of a sharded model whole; of any other model just run it."""
+    base = base_model(model)
+    return cast(T, cast(Any, base).draco_call(work)) if isinstance(base, FSDPModule) else work()
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """The whole model on every rank while the body runs, where ranks may make unlike numbers of forward passes.
+
+    Every rank must enter it. Only for models that one device can hold.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    units = [m for m in base_model(model).modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(True, recurse=False)
+
+
+class _Weights:
+    """Tensors of a model folder, read by rows."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.is_file():
+            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.files = {name: folder / file for name, file in names.items()}
+        elif single.is_file():
+            with safe_open(single, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), single)
+        else:
+            raise ConfigError(
+                f"sharded loading reads safetensors, and {folder} has no model.safetensors; use trainer=ddp"
+            )
+        self.folder = folder
+
+    def rows(self, name: str, shape: torch.Size, start: int, stop: int) -> Tensor:
+        """Rows of a tensor.
+
+        Raises:
+            ConfigError: it is missing, or of another shape.
+        """
+        for ours, theirs in _PREFIXES:
+            key = theirs + name.removeprefix(ours) if name.startswith(ours) else name
+            if key in self.files:
+                break
+        else:
+            raise ConfigError(f"{self.folder} has no tensor {name}: its weights are of another model class")
+        with safe_open(self.files[key], "pt") as file:
+            part = file.get_slice(key)
+            if tuple(part.get_shape()) != tuple(shape):
+                raise ConfigError(f"{key} in {self.folder} is {part.get_shape()}, expected {list(shape)}")
+            return cast(Tensor, part[start:stop]) if len(shape) else file.get_tensor(key)
+
+
+@torch.no_grad()
+def _load(base: nn.Module, weights: _Weights, device: torch.device) -> None:
+    """Give every meta shard its rows."""
+    state: dict[str, nn.Parameter] = {}
+    read: dict[int, nn.Parameter] = {}  # tied ones once
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if id(parameter) in read:
+            state[name] = read[id(parameter)]
+            continue
+        local = cast(Any, parameter).to_local()
+        if not local.is_meta:
+            continue
+        mesh = cast(Any, parameter).device_mesh
+        each = -(-parameter.shape[0] // mesh.size())
+        start = min(mesh.get_local_rank() * each, parameter.shape[0])
+        stop = min(start + each, parameter.shape[0])
+        assert stop - start == local.shape[0]
+        plain = name.replace("base_layer.", "")
+        rows = weights.rows(plain, parameter.shape, start, stop).to(device=device, dtype=parameter.dtype)
+        placed = DTensor.from_local(
+            rows.clone().contiguous(), mesh, cast(Any, parameter).placements, shape=parameter.shape,
+            stride=parameter.stride(), run_check=False,
+        )  # fmt: skip
+        state[name] = read[id(parameter)] = nn.Parameter(placed, requires_grad=False)
+    base.load_state_dict(state, strict=False, assign=True)
+    left = [n for n, p in base.named_parameters() if p.is_meta]
+    if left:
+        raise ConfigError(f"{weights.folder} gave no weights for {', '.join(left[:3])}")
+
+
+def _move_buffers(base: nn.Module, device: torch.device) -> None:
+    for module in base.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[key] = buffer.to(device)
+
+
+# --- shards and whole tensors -----------------------------------------------------------------------------------------
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on the CPU; a collective. Any other tensor as it is."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def like(whole: Tensor, target: Tensor) -> Tensor:
+    """`whole` cut and placed as `target` is."""
+    if not isinstance(target, DTensor):
+        return whole.to(target.device)
+    device = target.to_local().device
+    return distribute_tensor(whole.to(device), target.device_mesh, target.placements, src_data_rank=None)
+
+
+def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, limit: int) -> list[tuple[Row, ...]]:
+    """A rank's rows as `count` micro-batches of like size; some may be empty.
+
+    All ranks run the k-th micro-batch at the same time and the slowest decides, so the larger come first everywhere.
+
+    Args:
+        rows: packed rows of this rank.
+        micros: its own plan, which stands where an even split would break the limit.
+        count: the largest number of micro-batches of any rank.
+        limit: tokens of a micro-batch of several rows.
+    """
+    bins: list[list[Row]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for row in sorted(rows, key=lambda r: -r.length):
+        lightest = sizes.index(min(sizes))
+        bins[lightest].append(row)
+        sizes[lightest] += row.length
+    if any(len(b) > 1 and s > limit for b, s in zip(bins, sizes, strict=True)):
+        bins = [list(m) for m in micros] + [[] for _ in range(count - len(micros))]
+    return [tuple(b) for b in sorted(bins, key=lambda b: -sum(r.length for r in b))]

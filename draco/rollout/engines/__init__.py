@@ -1,0 +1,5 @@
+"""Generation engines. Each drives `Rollout` objects until they end; none knows about environments."""
+
+from draco.rollout.engines.base import Engine
+
+__all__ = ["Engine"]

@@ -1,0 +1,1 @@
+"""One run: its folder, archive, checkpoints, data, logs, preflight, and the order of it all."""

@@ -1,0 +1,82 @@
+"""What a run will need on disk, said and checked before its first rollout."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draco.core.errors import ConfigError
+from draco.policy.policy import Policy
+from draco.run.archive import step_folders
+from draco.run.checkpoint import checkpoints, kept, size_of
+from draco.run.loader import TaskLoader
+
+__all__ = ["plan_disk"]
+
+log = logging.getLogger("draco")
+
+#: Archive bytes a token of the longest allowed trajectory: its ids, spans and log-probs, and the text once in the
+#: transcript and about four times in judge calls, compressed. `desk` runs measure 32 a token.
+_BYTES_PER_TOKEN = 45
+
+
+def plan_disk(
+    run: Path, policy: Policy, loader: TaskLoader, options: Mapping[str, Any], max_tokens: int, *, refuse: bool
+) -> str:
+    """Say in one line what the run will need, and refuse to start what cannot end.
+
+    The size of checkpoints is exact. That of the archive is measured on the steps that are there, or before the first
+    one an upper bound, which alone refuses nothing.
+
+    Args:
+        run: run folder.
+        policy: whose adapter is saved.
+        loader: steps, epochs and sizes of the run.
+        options: save_every, keep_last and keep_every.
+        max_tokens: longest possible trajectory.
+        refuse: raise if the disk is too small; otherwise only warn.
+
+    Returns:
+        the line.
+
+    Raises:
+        ConfigError: the free disk is too small.
+    """
+    size, left = size_of(policy), loader.steps - loader.position
+    steps = kept(loader.steps, epoch=loader.steps_per_epoch, **{k: options[k] for k in _OPTIONS})
+    count = max(len(steps) + 1 - len(checkpoints(run)), 1)  # one more is there while the oldest is not yet deleted
+    folders = step_folders(run)
+    if folders:
+        each = sum(f.stat().st_size for folder in folders for f in folder.iterdir()) / len(folders)
+    else:
+        each = float(loader.tasks_per_step * loader.group_size * max_tokens * _BYTES_PER_TOKEN)
+    free = shutil.disk_usage(run).free
+    about = "" if folders else "at most "
+    line = (
+        f"disk: a checkpoint is {_size(size)}, {len(steps)} are kept = {_size(size * len(steps))}; archive {about}"
+        f"{_size(each)} a step, {left} steps to go = {_size(each * left)}; {_size(free)} free in {run}"
+    )
+    log.info("%s", line)
+    sure = size * count + (each * left if folders else 0.0)
+    if sure > free and refuse:
+        raise ConfigError(
+            f"{line}: too small; free some, choose another run=, keep fewer checkpoints (checkpoint.save_every, "
+            "keep_last, keep_every), or set checkpoint.check_disk=false"
+        )
+    if size * count + each * left > free:
+        log.warning("the disk may be too small for this run; it can be resumed after room was made")
+    return line
+
+
+_OPTIONS = ("save_every", "keep_last", "keep_every")
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

@@ -1,0 +1,283 @@
+"""Where metrics go. Both loggers take our own batch counter as x, never Lightning's, and never go back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import netrc
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from omegaconf import OmegaConf
+
+from draco.config.options import one_of
+from draco.core import files as durable
+
+__all__ = ["MetricsCsv", "WandbMetrics", "finish", "read_metrics", "wandb_logger", "write_metrics"]
+
+log = logging.getLogger("draco")
+
+
+def read_metrics(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a metrics file; a last line that a kill cut off is left out."""
+    if not path.is_file():
+        return ["step"], []
+    whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8")
+    reader = csv.DictReader(io.StringIO(whole, newline=""))
+    rows = [dict(row) for row in reader if None not in row and (row["step"] or "").isdigit()]
+    return list(reader.fieldnames or ["step"]), [{k: v or "" for k, v in row.items()} for row in rows]
+
+
+def write_metrics(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a whole metrics file."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    durable.write_text(path, text.getvalue())
+
+
+class MetricsCsv(Logger):
+    """``metrics.csv``: one row a step, a column a metric; always written, whatever other logger runs.
+
+    A metric that first appears later gets a column, and earlier rows stay empty there. A row is on the disk before its
+    checkpoint is. Goes on with the file that is there.
+
+    Args:
+        run: run folder.
+    """
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self.path = Path(run) / "metrics.csv"
+        self._columns: list[str]
+        self.rows: list[dict[str, Any]]
+        self._columns, rows = read_metrics(self.path)
+        self.rows = list(rows)
+        if self.path.is_file():
+            write_metrics(self.path, self._columns, self.rows)  # without a cut-off line
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml holds them."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        row = {"step": step, **metrics}
+        new = sorted(row.keys() - set(self._columns))
+        # Metrics of one step may come in several calls (training, then validation).
+        if self.rows and str(self.rows[-1]["step"]) == str(step):
+            self.rows[-1] |= row
+            rewrite = True
+        else:
+            self.rows.append(row)
+            rewrite = bool(new)
+        self._columns += new
+        if rewrite or not self.path.is_file():
+            write_metrics(self.path, self._columns, self.rows)
+            return
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class WandbMetrics(Logger):
+    """Weights & Biases, with our batch counter as its step.
+
+    W&B takes no step twice and none after a later one. So the metrics of a step are gathered and sent as one row when
+    the next step begins; the last step sent is kept in the run folder. After a resume, steps that an attempt had sent
+    before it was killed are not sent again, and steps that it had not are sent from ``metrics.csv``.
+
+    Every `tables_every` steps two tables go with the row: sampled rollouts and criteria, of that step and all such
+    steps before it (W&B shows the latest table only). At the end the summary follows, and report.html as an artifact.
+
+    Args:
+        run: run folder.
+        options: of `wandb.init`.
+        tables_every: steps between tables; 0 = none.
+        table_rollouts: rollouts a step in the table.
+    """
+
+    def __init__(self, run: Path, options: Mapping[str, Any], tables_every: int = 0, table_rollouts: int = 4) -> None:
+        super().__init__()
+        self._run = run
+        self._tables_every, self._table_rollouts = tables_every, table_rollouts
+        self._samples: dict[int, dict[str, list[list[Any]]]] = {}
+        self._mark = run / "wandb_step"
+        self._options = dict(options)
+        self._sent = int(self._mark.read_text(encoding="utf-8")) if self._mark.is_file() else -1
+        self._row: dict[str, float] = {}
+        self._step = -1
+        self._experiment: Any = None
+
+    @property
+    def name(self) -> str:
+        return "wandb"
+
+    @property
+    def version(self) -> str:
+        return str(self._options["id"])
+
+    @property
+    def experiment(self) -> Any:
+        """The W&B run."""
+        if self._experiment is None:
+            import wandb
+
+            config = self._run / "config.yaml"  # redacted already
+            if config.is_file():
+                self._options.setdefault("config", OmegaConf.to_container(OmegaConf.load(config)))
+            self._experiment = wandb.init(**self._options)
+        return self._experiment
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml holds them."""
+
+    def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Open the run and send what it lacks of the rows up to the checkpoint."""
+        _ = self.experiment
+        last = 0
+        for row in rows:
+            last = int(row["step"])
+            self.log_metrics({k: float(v) for k, v in row.items() if k != "step" and v != ""}, last)
+        if self._sent > last:
+            log.info(
+                "wandb has steps %d to %d already; they stay as they are and are not sent again", last + 1, self._sent
+            )
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = self._step if step is None else step
+        if step <= self._sent or step < self._step:
+            return
+        if step > self._step:
+            self.flush()
+        self._step = step
+        self._row |= metrics
+
+    def flush(self) -> None:
+        """Send the row that is being gathered."""
+        if self._row:
+            self.experiment.log(self._row | self._tables(), step=self._step, commit=True)
+            self._sent, self._row = self._step, {}
+            temporary = self._mark.with_name(self._mark.name + ".tmp")
+            temporary.write_text(str(self._sent), encoding="utf-8")
+            temporary.replace(self._mark)
+
+    def _tables(self) -> dict[str, Any]:
+        """Tables that are due with the row of this step. Its archive is on disk: a row is sent when the next begins."""
+        if not self._tables_every or self._step < 1 or self._step % self._tables_every:
+            return {}
+        import wandb
+
+        from draco.study.samples import COLUMNS, sample_rows
+
+        for step in range(self._tables_every, self._step + 1, self._tables_every):
+            if step not in self._samples:  # after a resume: the earlier ones again
+                self._samples[step] = sample_rows(self._run, step, self._table_rollouts)
+        return {
+            name: wandb.Table(
+                columns=list(columns), data=[r for s in sorted(self._samples) for r in self._samples[s][name]]
+            )
+            for name, columns in COLUMNS.items()
+        }
+
+    def _finish(self) -> None:
+        """The summary, and the report as an artifact, where they are there."""
+        summary, report = self._run / "summary.json", self._run / "report.html"
+        if summary.is_file():
+            content = json.loads(summary.read_text(encoding="utf-8"))
+            self._experiment.summary.update({f"summary/{k}": v for k, v in content.items() if v is not None})
+        if report.is_file():
+            import wandb
+
+            artifact = wandb.Artifact(f"report-{self._options['id']}", type="report")
+            artifact.add_file(str(report))
+            self._experiment.log_artifact(artifact)
+
+    def close(self) -> None:
+        """Send what is left and end the run."""
+        self.flush()
+        if self._experiment is not None:
+            self._finish()
+            self._experiment.finish()
+            self._experiment = None
+
+
+def wandb_logger(
+    run: str,
+    *,
+    project: str = "draco",
+    group: str | None = None,
+    mode: str = "auto",
+    tables_every: int = 10,
+    table_rollouts: int = 4,
+    **options: Any,
+) -> WandbMetrics:
+    """A W&B logger whose files lie inside the run folder and whose run id is kept there for resumes.
+
+    Args:
+        run: run folder.
+        project, group: as in W&B; a sweep is a group.
+        mode: online | offline | disabled | auto: online when a key is configured (WANDB_API_KEY or netrc), offline
+            otherwise.
+        tables_every, table_rollouts: see `WandbMetrics`.
+        options: further arguments of `wandb.init`.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    one_of("logger.wandb.mode", mode, ("online", "offline", "disabled", "auto"))
+    folder = Path(run)
+    if mode == "auto":
+        mode = "online" if _has_key() else "offline"
+    print(f"wandb: {'offline, files under ' + str(folder / 'wandb') if mode == 'offline' else mode}")
+    id_file = folder / "wandb_run_id"
+    if not id_file.is_file():
+        durable.write_text(id_file, os.urandom(8).hex())
+    return WandbMetrics(
+        folder,
+        {
+            "name": folder.name,
+            "dir": str(folder),
+            "id": id_file.read_text(encoding="utf-8"),
+            "project": project,
+            "group": group,
+            "mode": mode,
+            "resume": "allow",
+            "settings": {"x_disable_meta": True},  # it holds the command line, which may hold a key
+            **options,
+        },
+        tables_every,
+        table_rollouts,
+    )
+
+
+def finish(loggers: Iterable[Logger]) -> None:
+    """Close every logger; W&B would otherwise go on with the same run in the next job of a sweep."""
+    for logger in loggers:
+        logger.finalize("finished")
+        if isinstance(logger, WandbMetrics):
+            logger.close()
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1]
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,405 @@
+"""`preflight=true`: everything a run needs is tried once, small, before anybody pays for it.
+
+Also the one judge call that every run makes before its weights load.
+
+Nothing is left behind: a run of the same name can start afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from draco.core.distributed import alone, check_shared, main_only, rank, world_size
+from draco.core.errors import ConfigError, DracoError
+from draco.core.llm.money import Prices, Usage
+from draco.core.types import Group, Message, Step, Task, Termination, Trajectory
+from draco.judge.client import JudgeClient
+from draco.judge.records import CallRecord
+from draco.judge.transcript import DIGEST
+from draco.policy.policy import Policy
+from draco.run.disk import plan_disk
+from draco.run.folder import check_free
+from draco.run.loader import TaskLoader
+from draco.stages import RubricStage, find_stage
+
+__all__ = ["check_judge", "preflight", "projected"]
+
+_STEPS = 3  #: of the made-up rollouts that the judge's calls are tried on
+
+
+def check_judge(rubric: Any) -> CallRecord | None:
+    """One cheap real call to the judge (key, model, JSON); nothing where the rubric has none.
+
+    Raises:
+        JudgeConfigError: it does not work.
+    """
+    if not hasattr(rubric, "check"):
+        return None
+    try:
+        record: CallRecord = rubric.check()
+    finally:
+        rubric.close()
+    return record
+
+
+@dataclass(slots=True)
+class _Table:
+    """Results, in the order of the checks."""
+
+    rows: list[tuple[str, bool | None, str]] = field(default_factory=list)  #: check, passed (None: not made), detail
+
+    @contextlib.contextmanager
+    def check(self, name: str) -> Iterator[list[str]]:
+        """Run a check; what its body appends is the detail. A fault is a row, not an exception."""
+        said: list[str] = []
+        try:
+            yield said
+        except _Skip:
+            self.rows.append((name, None, "not tried: something above failed"))
+        except DracoError as error:
+            self.rows.append((name, False, str(error)))
+        except Exception as error:  # whatever a library raises is a failed check
+            self.rows.append((name, False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        else:
+            self.rows.append((name, True, "; ".join(said)))
+
+    def show(self, console: Console) -> None:
+        """Print."""
+        table = Table(title="preflight", title_justify="left")
+        for column in ("check", "", "found"):
+            table.add_column(column, overflow="fold")  # a path is shown whole
+        for name, passed, detail in self.rows:
+            mark = "[green]ok[/]" if passed else "[yellow]–[/]" if passed is None else "[red]FAILED[/]"
+            table.add_row(name, mark, detail.replace("[", "\\["))
+        console.print(table)
+
+
+class _Skip(Exception):
+    """What a check needs is not there."""
+
+
+def _need(*needs: Any) -> None:
+    if any(need is None for need in needs):
+        raise _Skip
+
+
+def preflight(
+    config: DictConfig, run: Path, build: Callable[[DictConfig], Any], loaders: Callable[[DictConfig, Any], Any]
+) -> None:
+    """Try everything and print a table.
+
+    Args:
+        config: of the run.
+        run: its folder; on a resume the one to go on with.
+        build: makes the parts.
+        loaders: makes the loaders of training and held-out tasks.
+
+    Raises:
+        ConfigError: something does not work; names it.
+    """
+    scratch = run / "preflight.tmp"
+    if rank():
+        with contextlib.suppress(DracoError):  # of all ranks alike: a row of rank 0's table
+            _folder(config, run, scratch)
+        return
+    table = _Table()
+    try:
+        with table.check("run folder") as said:
+            said.append(_folder(config, run, scratch))
+        with alone():
+            _try_parts(table, config, run, scratch, build, loaders)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    table.show(Console())
+    if failed := [name for name, passed, _ in table.rows if passed is False]:
+        raise ConfigError(f"preflight: {', '.join(failed)} failed; see the table above")
+
+
+def _try_parts(
+    table: _Table,
+    config: DictConfig,
+    run: Path,
+    scratch: Path,
+    build: Callable[[DictConfig], Any],
+    loaders: Callable[[DictConfig, Any], Any],
+) -> None:
+    """Rows of what a run is made of, in the order in which it needs them."""
+    parts: Any = None
+    policy: Any = None
+    loader: Any = None
+    with table.check("configuration") as said:
+        parts = build(config)
+        said.append(f"rubric={config.rubric.name} credit={config.credit.name} env={config.env.name}")
+    with table.check("environment") as said:
+        _need(parts)
+        said.append(_environment(parts, config.env.train_split))
+    with table.check("engine") as said:
+        _need(parts)
+        parts.engine.check()
+        said.append(f"{type(parts.engine).__name__}: what it needs is there (servers are tried by a run)")
+    calls: list[CallRecord] = []
+    rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
+    own = getattr(rubric, "asks_policy", False)
+    if not own:
+        with table.check("judge") as said:
+            _need(rubric)
+            calls = _judge(rubric, parts, config, said)
+    with table.check("policy and chat template") as said:
+        _need(parts)
+        parts.module.configure_model()
+        policy = parts.module.policy
+        said.append(f"{config.policy.path}; the template appends without rewriting")
+    with table.check("tasks") as said:
+        _need(policy)
+        loader, held_out = loaders(config, parts)
+        said.append(f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}")
+    with table.check("disk") as said:
+        _need(loader)
+        longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
+        said.append(plan_disk(run, policy, loader, config.checkpoint, longest, refuse=True).removeprefix("disk: "))
+    with table.check("adapter") as said:
+        _need(policy)
+        said.append(_adapter(policy, scratch))
+    if own:
+        with table.check("judge") as said:
+            _need(policy)
+            calls = _self_judge(rubric, parts, config, scratch, said)
+    with table.check("GPU kernels") as said:
+        said.append(_kernels())
+    if calls and loader is not None:
+        _bill(table, config, find_client(rubric), calls, loader)
+
+
+def find_client(rubric: Any) -> JudgeClient | None:
+    """The judge of a rubric stage, if it has one."""
+    client = getattr(rubric, "client", None)
+    return client if isinstance(client, JudgeClient) else None
+
+
+def _folder(config: DictConfig, run: Path, scratch: Path) -> str:
+    """Rank 0 can write there and every process sees it."""
+
+    def make() -> None:
+        if not config.resume:
+            check_free(run, overwrite=config.overwrite)
+        scratch.mkdir(parents=True, exist_ok=True)
+
+    main_only(make)
+    check_shared(run)
+    return f"{run} is writable, seen by {world_size()} process(es)"
+
+
+def _environment(parts: Any, split: str) -> str:
+    environment, evaluator = parts.environment, parts.evaluator
+    environment.check()
+    task = environment.tasks(split)[0]
+    episode = environment.open(task, seed=0)
+    try:
+        state = episode.end_state()
+    finally:
+        episode.close()
+    said = f"opened {task.id}"
+    if evaluator is None:
+        return f"{said}; no evaluator"
+    outcome = evaluator.evaluate(task, state)
+    if outcome.success is None:
+        raise ConfigError(f"the evaluator of env={environment.name} failed: {outcome.error or 'no result'}")
+    return f"{said}; its evaluator works"
+
+
+def _judge(rubric: Any, parts: Any, config: DictConfig, said: list[str]) -> list[CallRecord]:
+    """One cheap call, then all kinds on a made-up group of two."""
+    client = find_client(rubric)
+    if client is None:
+        said.append(f"rubric={config.rubric.name} asks none")
+        return []
+    rubric.bind(parts.environment.caveats, secrets.token_bytes(32))
+    if (first := rubric.check()) is not None:
+        said.append(f"{first.model} answers in JSON, {first.latency_s:.2g} s")
+        if first.served_model not in ("", first.model):
+            said.append(f"served as {first.served_model}")
+    credit_needs = any(getattr(c, "needs_citations", False) for c in parts.callbacks if not isinstance(c, RubricStage))
+    rubric.needs_citations = credit_needs
+    try:
+        (judgement,) = rubric.judge([_made_up(parts.environment, config.env.train_split)])
+        calls = [c for c in rubric.take_records() if c.tokens_in]  # an attempt that got no answer says nothing of size
+        rubric.take_metrics()
+    finally:
+        rubric.close()
+    if judgement.failures:
+        last = judgement.failures[-1]
+        raise ConfigError(f"{len(judgement.failures)} of 2 judgements failed, in {last.phase}: {last.reason}")
+    return calls
+
+
+def _self_judge(rubric: Any, parts: Any, config: DictConfig, scratch: Path, said: list[str]) -> list[CallRecord]:
+    """As `_judge`, of a policy that is its own judge: its engine is started for it."""
+    policy = parts.module.policy
+    rubric.use(policy, parts.engine)
+    try:
+        parts.engine.open(policy, scratch, temperature=config.temperature)
+        calls = _judge(rubric, parts, config, said)
+    finally:
+        parts.engine.close()
+    said.append(f"{calls[0].model} answers all calls" if calls else "nothing was asked")
+    return calls
+
+
+def _made_up(environment: Any, split: str) -> Group:
+    """Two short rollouts of a real task that nobody sampled."""
+    task: Task = environment.tasks(split)[0]
+    opening = environment.opening(task)
+    members = []
+    for sample in range(2):
+        steps = tuple(
+            Step(j, (0, 0), f"I look at item {j} of list {sample}.", "nothing there", j) for j in range(1, _STEPS + 1)
+        )
+        members.append(
+            Trajectory(
+                task, sample, (*opening, Message("assistant", steps[0].action)), (), (), (), steps,
+                Termination.SUBMITTED, 0, 0, 0,
+            )
+        )  # fmt: skip
+    return Group(task, tuple(members))
+
+
+def _adapter(policy: Policy, scratch: Path) -> str:
+    """A changed adapter changes what the model says, survives a save and a load, and is put back as it was."""
+    if torch.cuda.is_available():
+        policy.to("cuda")
+    ids = torch.tensor([policy.chat.encode_text("a quick look before a long run")], device=policy.device)
+    weights = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in weights.items()}
+
+    def logits() -> torch.Tensor:
+        out: torch.Tensor = policy.model(input_ids=ids).logits.float()
+        return out
+
+    with torch.no_grad(), policy.sampling():
+        plain = logits()
+        try:
+            for parameter in weights.values():
+                parameter.add_(0.02)
+            changed = logits()
+            policy.save_adapter(scratch / "adapter")
+            for parameter in weights.values():
+                parameter.zero_()
+            policy.load_adapter(scratch / "adapter")
+            again = logits()
+        finally:
+            for name, parameter in weights.items():
+                parameter.copy_(before[name])
+        restored = logits()
+    if torch.equal(plain, changed):
+        raise ConfigError("a changed adapter leaves the model's output as it was: policy.targets reaches no used layer")
+    if not torch.equal(changed, again) or not torch.equal(plain, restored):
+        raise ConfigError("an adapter that was saved and loaded again gives another output")
+    return f"{sum(p.numel() for p in weights.values()):,} parameters; takes effect, saves and loads"
+
+
+def _kernels() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU: the CPU trains"
+    x = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    if x.grad is None or not bool(torch.isfinite(x.grad).all()):
+        raise ConfigError("attention in bfloat16 gives no finite gradient on this GPU")
+    return f"{torch.cuda.get_device_name()}: bfloat16 attention forward and backward"
+
+
+#: a fenced block of a prompt: its kind and its text
+_BLOCK = re.compile(r"<<<BEGIN (TRANSCRIPT|STEPS|OPENING|DIGEST) \S+>>>\n(.*?)<<<END \1", re.DOTALL)
+_STEP_TAGS = 120  #: characters of a step's tags and cut notes in a digest, at most
+
+
+def projected(
+    calls: Sequence[CallRecord],
+    group_size: int,
+    limits: tuple[int, int, int],
+    price: Callable[[str], Prices | None],
+) -> dict[str, tuple[float, float, float, float | None]]:
+    """What a group's calls of each kind will take, from the calls on a made-up group of two.
+
+    Rollouts and their parts in a prompt are replaced by ones as long as limits allow; nothing is supposed to come from
+    a prefix cache. Each voter, and each repeat of one, counts at its own model's price.
+
+    Args:
+        calls: on the made-up group.
+        group_size: rollouts of a real one.
+        limits: tokens of a prompt and of a response, and turns, at most.
+        price: of a model; None = unknown.
+
+    Returns:
+        phase → (calls, input tokens, output tokens, USD or None) a group.
+    """
+    prompt, response, turns = limits
+    found: dict[str, tuple[float, float, float, float | None]] = {}
+    for phase in dict.fromkeys(c.phase for c in calls):
+        calls_n = all_in = all_out = 0.0
+        cost: float | None = 0.0
+        for voter in dict.fromkeys((c.model, c.repeat) for c in calls if c.phase == phase):
+            mine = [c for c in calls if c.phase == phase and (c.model, c.repeat) == voter]
+            whole = mine[0].sample < 0  # a call on the group
+            times = 1.0 if whole else float(group_size)
+            text = "".join(content for _, content in mine[0].messages)
+            tokens_in = sum(c.tokens_in for c in mine) / len(mine)
+            tokens_out = sum(c.tokens_out for c in mine) / len(mine)
+            per_character = tokens_in / max(len(text), 1)
+            digest = per_character * turns * (DIGEST.action + DIGEST.observation + _STEP_TAGS)
+            longest = {
+                "TRANSCRIPT": prompt + response, "STEPS": response, "OPENING": prompt, "DIGEST": min(response, digest),
+            }  # fmt: skip
+            blocks = _BLOCK.findall(text)
+            for kind, inside in blocks:
+                several = whole and sum(k == kind for k, _ in blocks) > 1  # one of each of the two rollouts
+                tokens_in += longest[kind] * (group_size / 2 if several else 1.0) - per_character * len(inside)
+            calls_n, all_in, all_out = calls_n + times, all_in + times * tokens_in, all_out + times * tokens_out
+            if any(c.cost_usd != 0.0 for c in mine):  # a judge that is free says so itself
+                each = price(voter[0])
+                if each is None or cost is None:
+                    cost = None
+                else:
+                    cost += times * each.cost(Usage(int(tokens_in), int(tokens_out)))
+        found[phase] = (calls_n, all_in, all_out, cost)
+    return found
+
+
+def _bill(
+    table: _Table, config: DictConfig, client: JudgeClient | None, calls: list[CallRecord], loader: TaskLoader
+) -> None:
+    """Rows with what each kind of call took, and what the whole run may cost at most."""
+    assert client is not None
+    with table.check("projected bill") as said:
+        limits = (config.limits.max_prompt_tokens, config.limits.max_response_tokens, config.limits.max_turns)
+        each = projected(calls, config.group_size, limits, client.transport.price)
+        for phase in each:
+            mine = [c for c in calls if c.phase == phase]
+            one = mine[0]
+            paid = "unknown price" if one.cost_usd is None else f"{one.cost_usd:.4g} USD"
+            table.rows.append(
+                (f"  call: {phase}", True, f"{one.tokens_in} tokens in, {one.tokens_out} out, {paid}, {one.outcome}")
+            )
+        groups = (loader.steps - loader.position) * config.tasks_per_step
+        tokens = sum(t_in + t_out for _, t_in, t_out, _ in each.values()) * groups
+        costs = [cost for *_, cost in each.values()]
+        price = (
+            "price unknown (set judge.prices)" if None in costs else f"{sum(c or 0.0 for c in costs) * groups:,.2f} USD"
+        )
+        per_group = sum(times for times, *_ in each.values())
+        said.append(
+            f"{groups} groups × {per_group:.0f} calls, rollouts as long as limits allow, no prefix cache, no retries: "
+            f"at most {tokens / 1e6:,.3g} million tokens, {price}"
+        )

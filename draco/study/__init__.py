@@ -1,0 +1,1 @@
+"""What is read from finished runs: tables, figures, pages, replays, evaluations, plans."""

@@ -1,0 +1,60 @@
+"""Groups of the untrained policy, for scripts that judge without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from omegaconf import DictConfig
+
+from draco.core.errors import ConfigError
+from draco.core.types import Group, TaskBatch
+from draco.run import archive
+from draco.stages import RolloutStage, find_stage
+from draco.study.judgements import read_groups
+
+__all__ = ["archived_groups", "sample_groups"]
+
+
+def sample_groups(config: DictConfig, tasks: int | None, samples: int) -> list[Group]:
+    """Rollouts of the base policy on the first training tasks, at the training temperature.
+
+    Args:
+        config: as composed; a fresh adapter changes nothing, `policy.adapter` would.
+        tasks: how many; None = all.
+        samples: rollouts a task.
+    """
+    from draco.config.rules import select_tasks
+    from draco.run.train import build  # torch and lightning load here
+
+    config.rubric = {"name": "random", "stage": {"_target_": "callbacks.rubric.random.RandomRubric", "seed": 0}}
+    parts = build(config)
+    parts.module.configure_model()
+    policy = parts.module.policy
+    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+    chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, *limits)
+    rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
+    batch = TaskBatch(0, tuple(chosen), samples, "author", config.temperature)
+    with TemporaryDirectory(prefix="draco-") as scratch:  # logs and adapters of servers
+        try:
+            parts.engine.open(policy, Path(scratch), temperature=config.temperature)
+            return sorted(rollout.generate(policy, batch), key=lambda g: g.index)
+        finally:
+            parts.close()
+
+
+def archived_groups(run: Path, steps: int | None = None) -> list[Group]:
+    """Groups of a run's archive, quarantined trajectories included, in the order of training.
+
+    Args:
+        run: run folder.
+        steps: only the last so many steps.
+
+    Raises:
+        ConfigError: nothing is archived there.
+    """
+    folders = archive.step_folders(run)
+    if not folders:
+        raise ConfigError(f"{run} has no archive of trajectories; name the folder of a run")
+    numbers = [int(folder.name.removeprefix("step=")) for folder in (folders[-steps:] if steps else folders)]
+    return [group for number in numbers for group in read_groups(run, number)]

@@ -1,0 +1,99 @@
+"""Evaluate checkpoints of a run: the run's own rollout stage on held-out tasks, then the environment's evaluator.
+
+The model is loaded once; only adapters are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from draco.config.rules import select_tasks
+from draco.core.errors import ConfigError
+from draco.env.records import Prices, evaluate_groups, priced, token_usage
+from draco.env.success import summarise
+from draco.run import checkpoint
+from draco.run.loader import EvalLoader
+from draco.run.train import Parts, build, instantiate
+from draco.stages import RolloutStage, find_stage
+
+__all__ = ["evaluate_checkpoints"]
+
+
+def evaluate_checkpoints(
+    config: DictConfig, run: Path, which: str, splits: Sequence[str], prices: Prices | None = None
+) -> Iterator[dict[str, Any]]:
+    """Metrics and records, split by split and checkpoint by checkpoint.
+
+    Args:
+        config: the run's configuration, with `eval` set to what is wanted.
+        run: run folder.
+        which: `last`, `base` (a fresh adapter is the identity), step numbers with commas, or `lastN`: the last N epoch
+            ends.
+        splits: splits of the run's environment.
+        prices: of the policy's tokens.
+
+    Raises:
+        ConfigError: no such checkpoint or split.
+    """
+    kept = {int(f.name.removeprefix("step=")): f for f in checkpoint.checkpoints(run)}
+    lists = ", ".join(map(str, kept)) or "none"
+    if which not in ("last", "base") and not which.removeprefix("last").replace(",", "").isdigit():
+        raise ConfigError(f"checkpoints={which}: expected last, base, lastN or step numbers; kept steps: {lists}")
+    if which == "last":
+        checkpoint.latest(run)
+    if which[0].isdigit() and (missing := [s for s in which.split(",") if int(s or -1) not in kept]):
+        raise ConfigError(f"checkpoint={','.join(missing)} is not there; kept steps: {lists}; or use last or base")
+    parts = build(config)
+    for split in splits:
+        parts.environment.tasks(split)  # an unknown one is refused before anything is paid for
+    parts.environment.check()
+    parts.module.configure_model()
+    policy = parts.module.policy
+    if which.startswith("last") and which != "last":
+        steps = _epoch_ends(config, parts, sorted(kept), int(which.removeprefix("last")))
+    else:
+        steps = [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
+    rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
+    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+    try:
+        parts.engine.open(policy, run, temperature=config.eval.temperature)
+        for split in splits:
+            tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, *limits)
+            for step in steps:
+                if step >= 0:
+                    checkpoint.load(kept[step], policy)
+                (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
+                with torch.no_grad():
+                    groups = rollout.generate(policy, batch)
+                    records = evaluate_groups(groups, parts.evaluator, lambda t: priced(token_usage(t), prices))
+                yield {
+                    "run": str(run),
+                    "scaffold": parts.environment.scaffold,
+                    "checkpoint": kept[step].name if step >= 0 else "base",
+                    "split": split,
+                    "limits": asdict(instantiate(config.limits)),
+                    **summarise(records),
+                    "records": [r.as_dict() for r in records],
+                }
+    finally:
+        parts.close()
+
+
+def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:
+    """The last `count` kept steps that end a pass over the training tasks (method §7: no selection by success)."""
+    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+    tasks = select_tasks(parts.environment, parts.module.policy, config.env.train_split, None, *limits)
+    epoch = max(len(tasks) // config.tasks_per_step, 1)
+    ends = [step for step in kept if step and step % epoch == 0]
+    if len(ends) < count:
+        raise ConfigError(
+            f"checkpoints=last{count}: the run has {len(ends)} epoch-end checkpoint(s) (an epoch is {epoch} steps; "
+            f"kept steps: {', '.join(map(str, kept)) or 'none'}); train on, or name steps"
+        )
+    return ends[-count:]

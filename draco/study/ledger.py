@@ -1,0 +1,85 @@
+"""What an evaluation has paid for, on the disk as it comes: a JSONL file beside the result.
+
+{"evaluation": {"agent": …, "split": …, …}}       first line: what was evaluated
+{"record": {…}, "usage": {…}}                     one line an episode
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from draco.core import jsonl
+from draco.core.errors import ConfigError
+from draco.core.types import Termination
+from draco.env.records import EvalRecord, Usage
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """The episodes of one evaluation; those that an earlier process played are there already.
+
+    Episodes that no model played (`engine_error` that could have passed: the provider was down, or out of quota) are
+    not: they are played again. What a provider refused for good stays.
+
+    Args:
+        file: where; made when the first episode is added.
+        evaluation: what is evaluated, JSON-able. Its `split` and so on must be those of the file.
+
+    Raises:
+        ConfigError: the file holds another evaluation, or is none.
+    """
+
+    def __init__(self, file: Path, evaluation: Mapping[str, Any]) -> None:
+        self.file, self.evaluation = file, json.loads(json.dumps(evaluation))
+        self.episodes: dict[tuple[str, int], tuple[EvalRecord, Usage]] = {}
+        self._begun = False  #: something was appended by this process
+        self._read()
+
+    def _read(self) -> None:
+        lines = jsonl.read(self.file)
+        try:
+            past = lines[0]["evaluation"] if lines else self.evaluation
+            for line in lines[1:]:
+                self._keep(_record(line["record"]), Usage(**line["usage"]))
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.file} is no list of evaluated episodes ({type(error).__name__}: {error}); delete it, or give "
+                "another out="
+            ) from None
+        for name in sorted(past.keys() | self.evaluation.keys()):
+            if past.get(name) != self.evaluation.get(name):
+                raise ConfigError(
+                    f"{self.file} holds episodes with {name}={past.get(name)}, not {self.evaluation.get(name)}; give "
+                    "another out=, or what it began with"
+                )
+
+    def _keep(self, record: EvalRecord, usage: Usage) -> None:
+        self.episodes[record.task_id, record.sample] = (record, usage)
+
+    def played(self, task_id: str, sample: int) -> bool:
+        """Whether this episode need not be played."""
+        found = self.episodes.get((task_id, sample))
+        return found is not None and (
+            found[0].termination != Termination.ENGINE_ERROR or ": refused: " in found[0].error
+        )
+
+    def add(self, record: EvalRecord, usage: Usage) -> None:
+        """Append one episode; it has left the process when this returns."""
+        if not self._begun:
+            jsonl.mend(self.file)
+            if not self.file.is_file() or not self.file.stat().st_size:
+                jsonl.append(self.file, {"evaluation": self.evaluation})
+            self._begun = True
+        jsonl.append(self.file, {"record": record.as_dict(), "usage": asdict(usage)})
+        self._keep(record, usage)
+
+
+def _record(content: Mapping[str, Any]) -> EvalRecord:
+    lists = {f.name for f in fields(EvalRecord) if str(f.type).startswith("tuple")}
+    values: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in content.items()}
+    return EvalRecord(**values)

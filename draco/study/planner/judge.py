@@ -1,0 +1,153 @@
+"""The judge's bill: calls from the configuration, calls and tokens from an archive or stated, prices from litellm."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco.core.llm.money import Prices, Usage
+from draco.run.archive import read_table
+
+__all__ = [
+    "PAPER_USD_A_CALL", "STATED", "Call", "archive_calls", "bill", "calls_a_step", "expected_calls", "implied_tokens",
+    "price_of",
+]  # fmt: skip
+
+#: $1607 for 100 steps (method §8) of 16 groups of 6, 20 calls each
+PAPER_USD_A_CALL = 1607 / (100 * 16 * 20)
+
+#: kinds of call that are made once a group; the others once a rollout
+_OF_GROUP = ("propose_task", "merge")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kind of call: how often it is made, and its mean tokens."""
+
+    tokens_in: float
+    tokens_out: float
+    cached: float = 0.0  #: of `tokens_in`, read from the provider's prefix cache
+    rate: float | None = None  #: calls a group or a rollout; None = as the method has it
+
+
+#: mean tokens of a call where no archive says better; transcripts of about 9,000 tokens, groups of 6. `assess` is the
+#: lean plan's score and attribution in one; its merge sees digests and is smaller than stated here
+STATED: dict[str, Call] = {
+    "propose_task": Call(4500, 1500),
+    "propose_rollout": Call(13500, 1000),
+    "merge": Call(62000, 2500),
+    "score": Call(13500, 2800),
+    "assess": Call(14500, 4500),
+    "attribute": Call(14500, 2200),
+}
+
+
+def calls_a_step(
+    groups: int, members: int, *, dynamic: bool, citations: bool, lean: bool = False, voters: int = 1
+) -> dict[str, float]:
+    """The most calls by phase: 20 a group of 6 with dynamic rubrics and step credit, 14 without citations (method §5).
+
+    Fewer are made where a merge leaves no criterion (no scores) or dropout none (no attributions).
+
+    Args:
+        groups, members: groups of a step, and rollouts of each.
+        dynamic: criteria are proposed for every group.
+        citations: the credit stage needs attributions.
+        lean: score and attribution are one call (`judge.plan=lean`).
+        voters: scores of each rollout (ensemble, self-judge).
+    """
+    rollouts = float(groups * members)
+    calls = {"assess" if lean and citations else "score": rollouts * voters}
+    if dynamic:
+        calls |= {"propose_task": float(groups), "propose_rollout": rollouts, "merge": float(groups)}
+    if citations and not lean:
+        calls["attribute"] = rollouts
+    return calls
+
+
+def archive_calls(run: Path) -> dict[str, Call]:
+    """What a run archived, by phase: mean tokens of a call, and calls a group or a rollout.
+
+    Raises:
+        FileNotFoundError: the run archived no judge calls.
+    """
+    names = ("phase", "tokens_in", "tokens_out", "tokens_cached")
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for row in read_table(run, "judge_calls").select(list(names)).to_pylist():
+        total = sums[row["phase"]]
+        total[0] += 1
+        for i, name in enumerate(names[1:], 1):
+            total[i] += row[name] or 0
+    table = read_table(run, "trajectories")
+    rollouts = table.num_rows
+    groups = len(set(zip(table["step"].to_pylist(), table["group"].to_pylist(), strict=True)))
+    return {
+        phase: Call(i / n, o / n, c / n, n / (groups if phase in _OF_GROUP else rollouts))
+        for phase, (n, i, o, c) in sums.items()
+    }
+
+
+def price_of(model: str, given: Mapping[str, Any] | None = None) -> Prices | None:
+    """`judge.prices`, or what litellm's packaged table says; None if that does not know the model."""
+    if given is not None:
+        return Prices.of(given)
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    for name in (model, model.split("/", 1)[-1]):
+        found: Mapping[str, Any] = litellm.model_cost.get(name, {})
+        if "input_cost_per_token" in found:
+            cached = found.get("cache_read_input_token_cost")
+            return Prices(
+                found["input_cost_per_token"] * 1e6,
+                found["output_cost_per_token"] * 1e6,
+                None if cached is None else cached * 1e6,
+            )
+    return None
+
+
+def expected_calls(most: Mapping[str, float], means: Mapping[str, Call], groups: int, members: int) -> dict[str, float]:
+    """`calls_a_step` at an archive's rates, where it has some."""
+    found = {}
+    for phase, n in most.items():
+        rate = means[phase].rate if phase in means else None
+        found[phase] = n if rate is None else rate * groups * (1 if phase in _OF_GROUP else members)
+    return found
+
+
+def bill(calls: Mapping[str, float], means: Mapping[str, Call], price: Prices | None) -> dict[str, Any]:
+    """Calls, tokens and USD of one step.
+
+    Args:
+        calls: by phase.
+        means: by phase; one that is not there is as `STATED`.
+        price: None = unknown.
+    """
+    phases: dict[str, dict[str, float]] = {}
+    for phase, n in calls.items():
+        mean = means.get(phase, STATED[phase])
+        tokens = {"tokens_in": mean.tokens_in, "tokens_out": mean.tokens_out, "tokens_cached": mean.cached}
+        phases[phase] = {"calls": n, **{name: n * value for name, value in tokens.items()}}
+    names = ("calls", "tokens_in", "tokens_out", "tokens_cached")  # as in Usage
+    total: dict[str, Any] = {name: sum(p[name] for p in phases.values()) for name in names}
+    usd = None
+    if price is not None:
+        usd = price.cost(Usage(*(round(total[name]) for name in names[1:])))
+    return {**total, "usd": usd, "phases": phases}
+
+
+def implied_tokens(price: Prices, means: Mapping[str, Call], calls: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a call that the paper's bill implies at a price, at the shares of input and output of `means`."""
+    total = bill(calls, means, price)
+    share = total["tokens_out"] / (total["tokens_in"] + total["tokens_out"])
+    tokens = PAPER_USD_A_CALL / ((1 - share) * price.input + share * price.output) * 1e6
+    return {
+        "usd_a_call": PAPER_USD_A_CALL,
+        "tokens_a_call": tokens,
+        "tokens_in": tokens * (1 - share),
+        "tokens_out": tokens * share,
+    }

@@ -1,0 +1,131 @@
+"""Numbers of one archived step, counted from its tables (method §8). Figures are drawn from these and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from draco.run.archive import step_folder, step_folders
+
+__all__ = ["PhaseCost", "StepNumbers", "Verdicts", "archive_numbers", "step_numbers", "total", "windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Counts of scored verdicts."""
+
+    passes: int = 0
+    fails: int = 0
+    na: int = 0
+
+    @property
+    def pass_rate(self) -> float | None:
+        """Passes among passes and fails; None without either."""
+        return self.passes / (self.passes + self.fails) if self.passes + self.fails else None
+
+    def __add__(self, other: Verdicts) -> Verdicts:
+        return Verdicts(self.passes + other.passes, self.fails + other.fails, self.na + other.na)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """What the judge calls of one phase took, every attempt."""
+
+    tokens: int  #: read and written
+    usd: float | None  #: None: a call had no known price
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """One archived step."""
+
+    step: int
+    rollouts: int
+    terminations: Mapping[str, int]
+    members: int  #: judged rollouts: those with credit
+    inert: int | None  #: members whose surviving pass/fail verdicts are unanimous or none; None without criteria
+    reasons: Mapping[str, int]  #: credit reasons of the members
+    verdicts: Verdicts  #: of the whole rubric, before dropout
+    by_title: Mapping[str, Verdicts]
+    citations: Mapping[int, int]  #: number of surviving pass/fail verdicts that cite a step → number of steps
+    calls: Mapping[str, PhaseCost]  #: by phase
+
+
+def step_numbers(run: Path, step: int) -> StepNumbers:
+    """Count one step."""
+    ends = Counter(r["termination"] for r in _rows(run, step, "trajectories", ["termination"]))
+    credits = _rows(run, step, "credits", ["group", "sample", "reason", "step_tokens"])
+    dropped = {
+        (r["group"], r["criterion"]): (r["dropped"], r["title"])
+        for r in _rows(run, step, "criteria", ["group", "criterion", "dropped", "title"])
+    }
+    judged = {(r["group"], r["sample"]): len(r["step_tokens"]) for r in credits}
+    by_title: dict[str, Verdicts] = defaultdict(Verdicts)
+    kept_scores: dict[tuple[int, int], set[int]] = {member: set() for member in judged}
+    cited: dict[tuple[int, int], Counter[int]] = {member: Counter() for member in judged}
+    for r in _rows(run, step, "verdicts", ["group", "criterion", "sample", "score", "cited_steps"]):
+        out, title = dropped[r["group"], r["criterion"]]
+        by_title[title] += Verdicts(r["score"] == 1, r["score"] == -1, r["score"] == 0)
+        member = (r["group"], r["sample"])
+        if not out and r["score"] and member in judged:
+            kept_scores[member].add(r["score"])
+            cited[member].update(set(r["cited_steps"] or ()))
+    citations: Counter[int] = Counter()
+    if any(cited.values()):
+        for member, steps in judged.items():
+            citations.update(cited[member][j] for j in range(1, steps + 1))
+    return StepNumbers(
+        step=step,
+        rollouts=sum(ends.values()),
+        terminations=dict(ends),
+        members=len(credits),
+        inert=sum(len(s) < 2 for s in kept_scores.values()) if dropped else None,
+        reasons=dict(Counter(r["reason"] for r in credits)),
+        verdicts=total(by_title.values()),
+        by_title=dict(by_title),
+        citations=dict(citations),
+        calls=_calls(run, step),
+    )
+
+
+def archive_numbers(run: Path) -> list[StepNumbers]:
+    """Every archived step, in order."""
+    return [step_numbers(run, int(f.name.removeprefix("step="))) for f in step_folders(run)]
+
+
+def total(parts: Iterable[Verdicts]) -> Verdicts:
+    """Sum of counts."""
+    whole = Verdicts()
+    for part in parts:
+        whole += part
+    return whole
+
+
+def windows(steps: Sequence[StepNumbers], width: int) -> list[list[StepNumbers]]:
+    """Steps in windows [0, width), [width, 2·width), … by step number; windows without a step are left out."""
+    found: dict[int, list[StepNumbers]] = defaultdict(list)
+    for s in steps:
+        found[s.step // width].append(s)
+    return [found[k] for k in sorted(found)]
+
+
+def _rows(run: Path, step: int, table: str, columns: list[str]) -> list[dict[str, Any]]:
+    file = step_folder(run, step) / f"{table}.parquet"
+    if not file.is_file():
+        return []
+    rows: list[dict[str, Any]] = pq.ParquetFile(file).read(columns=columns, use_threads=False).to_pylist()
+    return rows
+
+
+def _calls(run: Path, step: int) -> dict[str, PhaseCost]:
+    costs: dict[str, PhaseCost] = {}
+    for r in _rows(run, step, "judge_calls", ["phase", "cost_usd", "tokens_in", "tokens_out"]):
+        old = costs.get(r["phase"], PhaseCost(0, 0.0))
+        usd = None if old.usd is None or r["cost_usd"] is None else old.usd + r["cost_usd"]
+        costs[r["phase"]] = PhaseCost(old.tokens + r["tokens_in"] + r["tokens_out"], usd)
+    return costs

@@ -1,0 +1,88 @@
+"""Figures of one training step out of its sums. `docs/metrics.md` says what every name means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from draco.core.types import Credit
+from draco.credit.advantage import verdict_unanimous
+from draco.update.gradients import Totals
+from draco.update.options import LossOptions
+
+__all__ = ["credit_metrics", "judge_speed", "loss_metrics"]
+
+
+def loss_metrics(totals: Totals, loss: LossOptions, grad_norm: float) -> dict[str, float]:
+    """`update/*` and `engine/*`: means over the step tokens of the batch, all ranks together."""
+    sums, maxima = totals.sums, totals.maxima
+    tokens = max(sums["tokens"], 1)
+    metrics = {
+        "update/loss": sums["loss"] / max(loss.denominator(sums["tokens"], sums["trajectories"]), 1),
+        "update/kl": sums["kl"] / tokens,
+        "update/entropy": sums["entropy"] / tokens,
+        "update/clip_share": sums["clipped"] / tokens,
+        "update/dual_clip_share": sums["dual_clipped"] / tokens,
+        "update/ratio_max": maxima.get("ratio_max", 0.0),
+        "update/grad_norm": grad_norm,
+        "update/step_tokens": float(sums["tokens"]),
+        "update/model_tokens": float(sums["model_tokens"]),
+        "update/micro_batches": float(sums["micro_batches"]),
+        "update/padding_share": 1.0 - sums["model_tokens"] / max(sums["computed_tokens"], 1),
+    }
+    if "stale_abs" in sums:  # a batch was sampled by one version
+        metrics |= {
+            "engine/stale_abs": sums["stale_abs"] / tokens,
+            "engine/stale_k3": sums["stale_k3"] / tokens,
+            "engine/stale_ratio_max": maxima["stale_ratio_max"],
+        }
+    else:
+        metrics |= {
+            "engine/mismatch_abs": sums["mismatch_abs"] / tokens,
+            "engine/mismatch_k3": sums["mismatch_k3"] / tokens,
+            "engine/mismatch_ratio_max": maxima.get("mismatch_ratio_max", 0.0),
+        }
+    if loss.tis_cap:
+        metrics["engine/tis_capped_share"] = sums["tis_capped"] / tokens
+    return metrics
+
+
+def judge_speed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`judge/tokens_per_s` out of a step's figures, of all ranks together; nothing where the judge answered nothing.
+
+    >>> judge_speed({"judge/tokens_in": 900.0, "judge/tokens_out": 100.0, "time/judge_s": 4.0})
+    {'judge/tokens_per_s': 250.0}
+    """
+    read, written, kept = (metrics.get(f"judge/{n}", 0.0) for n in ("tokens_in", "tokens_out", "cache_hit_tokens"))
+    tokens, seconds = read + written - kept, metrics.get("time/judge_s", 0.0)
+    return {"judge/tokens_per_s": tokens / seconds} if tokens > 0 and seconds > 0 else {}
+
+
+def credit_metrics(credits: list[Credit]) -> dict[str, float]:
+    """Shares over the judged trajectories of a batch (method §4): inert verdicts, inert weights, reasons, rewards."""
+    groups = [c for c in credits if c.judgement.group.trajectories]
+    members = sum(len(c.advantages) for c in groups)
+    if not members:
+        return {"group/judged": 0.0, "group/skipped": float(len(credits))}
+    reasons = Counter(reason for c in groups for reason in c.reasons)
+    rewards = [r for c in groups for r in c.judgement.rewards]
+    inert = 0
+    with_criteria = any(c.judgement.criteria for c in groups)
+    for c in groups:
+        scores = torch.tensor([[v.score for v in row] for row in c.judgement.verdicts], dtype=torch.int64)
+        scores = scores.reshape(len(c.judgement.criteria), len(c.advantages))
+        kept = ~torch.tensor(c.judgement.dropped, dtype=torch.bool)
+        inert += int(verdict_unanimous(scores, kept).sum())
+    metrics = {
+        "group/judged": float(len(groups)),
+        "group/skipped": float(len(credits) - len(groups)),
+        "group/zero_std": sum(c.zero_std for c in groups) / len(groups),
+        "reward/mean": sum(rewards) / members,
+        **{f"credit/{reason}": count / members for reason, count in sorted(reasons.items())},
+        "credit/inert_weights": sum(n for r, n in reasons.items() if r != "credited") / members,
+    }
+    if with_criteria:
+        metrics["credit/inert_verdicts"] = inert / members
+    return metrics
