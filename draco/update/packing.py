@@ -1,7 +1,7 @@
 """Credits → rows of tokens for the update, without padding.
 
 A row is one trajectory up to its last step token. Where the model mixes tokens by attention alone, rows are packed
-behind one another up to a token budget, and `policy/attention.py` keeps them apart: no pad token is ever computed. Other
+behind one another up to a token budget, and `attention.py` keeps them apart: no pad token is ever computed. Other
 models (hybrids with linear attention or convolutions) take one trajectory a row; rows of like length stand together,
 right-padded: with causal layers a pad that follows can change nothing before it, so no mask is needed.
 """
