@@ -115,10 +115,10 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from rich.console import Console
 
-    from draco.config.launch import launch_processes
     from draco.core.distributed import launched
     from draco.core.signals import EXIT_REQUEUE, Interrupted
     from draco.run.folder import resume_config
+    from draco.run.launch import launch_processes
     from draco.run.summary import closing_table
     from draco.run.train import train  # torch and lightning load here, after the configuration has composed
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from draco.core.distributed import all_reduce_sum, gather, merge_metrics, world_size
+from draco.core.distributed import all_reduce_sum, gather, world_size
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.signals import hold, release, uninterrupted
 from draco.core.types import Credit, Group, TaskBatch
@@ -24,11 +24,11 @@ from draco.env.records import EvalRecord, evaluate_groups
 from draco.policy.attention import pack_attention
 from draco.policy.policy import Policy
 from draco.policy.sharding import ShardedStrategy, full, gathered, is_sharded, shard, whole_call
+from draco.policy.structure import check_head, output_head
 from draco.run.loader import TaskLoader
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.update.gradients import Totals, Worker
-from draco.update.logprobs import check_head, output_head
-from draco.update.metrics import credit_metrics, loss_metrics
+from draco.update.metrics import credit_metrics, loss_metrics, merge_metrics
 from draco.update.options import LossOptions, UpdateOptions
 from draco.update.packing import Row, rows_of
 

@@ -34,12 +34,12 @@ from draco.core.types import Group
 from draco.judge.stage import read_secret
 from draco.run.archive import write_step
 from draco.run.folder import prepare, write_config
+from draco.run.numbers import archive_numbers
 from draco.run.train import instantiate
 from draco.stages import CreditStage
 from draco.study.outside import Outside, judge_by_labels, read_groups_of, too_few
 from draco.study.page import write_page
 from draco.study.runs import open_run
-from draco.study.series import archive_numbers
 
 OPTIONS = {"input", "out", "judge", "rubric", "credit", "caveats", "batch", "overwrite"}
 

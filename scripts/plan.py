@@ -27,8 +27,8 @@ from rich.table import Table
 
 from draco.config.arguments import split
 from draco.config.choices import compose_config
-from draco.config.launch import processes
 from draco.core.errors import ConfigError, DracoError
+from draco.run.launch import processes
 from draco.study.planner.hardware import GPUS, Assumptions
 from draco.study.planner.report import make_plan
 

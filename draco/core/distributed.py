@@ -16,9 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -29,13 +28,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from draco.core.errors import ConfigError, DracoError
+from draco.core.watch import host_name
 
 if TYPE_CHECKING:
     from draco.core.watch import Watch
 
 __all__ = [
-    "all_reduce_sum", "alone", "barrier", "broadcast", "check_shared", "gather", "host_name", "joined", "launched",
-    "local_rank", "main_only", "merge_metrics", "rank", "saving", "world_size",
+    "all_reduce_sum", "alone", "barrier", "broadcast", "check_shared", "gather", "joined", "launched",
+    "local_rank", "main_only", "rank", "saving", "world_size",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -62,14 +62,6 @@ def rank() -> int:
 def local_rank() -> int:
     """This process on its machine; 0 without a process group."""
     return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
-
-
-def host_name() -> str:
-    """Tells machines apart, containers and network namespaces too."""
-    try:
-        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
 
 
 def launched() -> int:
@@ -229,31 +221,3 @@ def all_reduce_sum(parameters: Sequence[nn.Parameter], counts: Sequence[float]) 
     for parameter, value in zip(parameters, sums, strict=True):
         parameter.grad = value.view_as(parameter).to(parameter.dtype)
     return [float(x) for x in total]
-
-
-#: Metrics that count, beside the counters of the judge.
-_COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s", "engine/retries", "engine/servers_lost")
-
-
-def merge_metrics(many: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Stage metrics of all ranks as one: counts are summed, seconds are the slowest rank's, the rest are means
-    weighted by each rank's rollouts."""
-    many = list(many)
-    if len(many) == 1:
-        return many[0]
-    from draco.judge.records import add_metrics, with_rates
-
-    judge = [{k: v for k, v in one.items() if k.startswith(("judge/", "rubric/"))} for one in many]
-    merged = with_rates(add_metrics(judge))
-    if any("judge/calls" in one and "judge/cost_usd" not in one for one in judge):
-        merged.pop("judge/cost_usd", None)  # unknown on one rank is unknown
-    for name in dict.fromkeys(name for one in many for name in one if not name.startswith(("judge/", "rubric/"))):
-        pairs = [(one[name], one.get("rollout/count", 1.0)) for one in many if name in one]
-        if name.startswith("time/"):
-            merged[name] = max(value for value, _ in pairs)
-        elif name in _COUNTS:
-            merged[name] = sum(value for value, _ in pairs)
-        else:
-            weight = sum(w for _, w in pairs)
-            merged[name] = sum(value * w for value, w in pairs) / weight if weight else 0.0
-    return merged

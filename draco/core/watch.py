@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from draco.core.errors import ConfigError, DracoError, TrainingStopped
 
-__all__ = ["Watch", "status_of"]
+__all__ = ["Watch", "host_name", "status_of"]
 
 log = logging.getLogger("draco")
 
@@ -60,7 +61,6 @@ class Watch:
             rank, world: this process, and how many there are.
             broadcast: gives rank 0's value to all.
         """
-        from draco.core.distributed import host_name
 
         address = os.environ["MASTER_ADDR"]
         patience = timedelta(seconds=20)  # of one request: a machine that vanished answers nothing at all
@@ -219,3 +219,11 @@ def _alive(pid: int) -> bool:
     except OSError:
         return not Path("/proc/self/stat").exists()  # no /proc: heartbeats alone decide
     return state not in {"Z", "X"}
+
+
+def host_name() -> str:
+    """Tells machines apart, containers and network namespaces too."""
+    try:
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()

@@ -19,7 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["GroupAdvantage", "dropout", "rewards", "standardize", "verdict_unanimous"]
+__all__ = [
+    "GroupAdvantage",
+    "standardize",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +31,6 @@ class GroupAdvantage:
 
     advantages: Tensor  #: [G] float64 A_i; all 0 when `zero_std`
     zero_std: bool  #: the rewards do not differ (std below `zero_below`): the group carries no signal
-
-
-def dropout(scores: Tensor) -> Tensor:
-    """Discriminative dropout: keep a criterion only if at least one member of the group failed it.
-
-    All-pass and all-n.a. criteria go; an all-fail criterion stays.
-
-    Args:
-        scores: [K, G] integer verdicts in {−1, 0, 1}; K may be 0.
-
-    Returns:
-        [K] bool, True = kept.
-
-    Raises:
-        ValueError: not a [K, G] integer tensor, or a score outside {−1, 0, 1}.
-    """
-    _check_scores(scores)
-    return (scores == -1).any(dim=1)
-
-
-def rewards(scores: Tensor, kept: Tensor) -> Tensor:
-    """Eq. 1: R_i = (p_i − f_i) / (p_i + f_i) over the kept criteria, and 0 when nothing counts.
-
-    Args:
-        scores: [K, G] integer verdicts in {−1, 0, 1}.
-        kept: [K] bool from `dropout`.
-
-    Returns:
-        [G] float64 in [−1, 1].
-
-    Raises:
-        ValueError: wrong shapes or dtypes, or a score outside {−1, 0, 1}.
-    """
-    passes, fails = _counts(scores, kept)
-    counted = (passes + fails).clamp(min=1)  # p = f = 0 gives 0 / 1 = 0
-    return (passes - fails).double() / counted.double()
 
 
 def standardize(
@@ -98,38 +65,3 @@ def standardize(
     if float(spread) < zero_below:
         return GroupAdvantage(torch.zeros_like(values), zero_std=True)
     return GroupAdvantage(centred / (spread + epsilon) if normalize else centred, zero_std=False)
-
-
-def verdict_unanimous(scores: Tensor, kept: Tensor) -> Tensor:
-    """The paper's inert count (B.3): the kept pass/fail verdicts of a trajectory are all +1, all −1, or there is none.
-
-    Verdicts of 0 count neither way, as in Eq. 1. The mean of the result is the share `inert_verdicts`.
-
-    Args:
-        scores: [K, G] integer verdicts in {−1, 0, 1}.
-        kept: [K] bool from `dropout`.
-
-    Returns:
-        [G] bool, True = inert.
-
-    Raises:
-        ValueError: wrong shapes or dtypes, or a score outside {−1, 0, 1}.
-    """
-    passes, fails = _counts(scores, kept)
-    return (passes == 0) | (fails == 0)
-
-
-def _counts(scores: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """p_i and f_i over the kept criteria, each [G] int64."""
-    _check_scores(scores)
-    if kept.dtype != torch.bool or kept.shape != scores.shape[:1]:
-        raise ValueError(f"expected kept as bool [{scores.shape[0]}], got {kept.dtype} {list(kept.shape)}")
-    counted = scores[kept]
-    return (counted == 1).sum(dim=0), (counted == -1).sum(dim=0)
-
-
-def _check_scores(scores: Tensor) -> None:
-    if scores.ndim != 2 or scores.is_floating_point() or scores.is_complex() or scores.dtype == torch.bool:
-        raise ValueError(f"expected integer scores as [K, G], got {scores.dtype} {list(scores.shape)}")
-    if bool(((scores < -1) | (scores > 1)).any()):
-        raise ValueError(f"expected scores in -1, 0, 1, got {sorted(set(scores.flatten().tolist()))}")

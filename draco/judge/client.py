@@ -12,8 +12,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -31,41 +30,23 @@ from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
 from draco.judge.replies import ReplyFault, json_schema, parse_json
+from draco.judge.requests import ASKER, JudgeRequest
 from draco.judge.votes import RULES
 
-__all__ = ["JudgeClient", "JudgeMember", "JudgeOptions", "JudgeRequest"]
+__all__ = [
+    "JudgeClient",
+    "JudgeMember",
+    "JudgeOptions",
+]
 
 T = TypeVar("T")
 
 log = logging.getLogger("draco")
 
-#: task, attempt and repeat of the call under way, for a provider in this process (`draco.judge.local`)
-ASKER: ContextVar[tuple[str, int, int]] = ContextVar("asker", default=("", -1, 0))
 #: characters of a faulty reply that a corrective re-ask quotes
 _QUOTED = 8_000
 #: tokens of a reply before any was seen, for judge.tokens_per_min
 _REPLY_GUESS = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeRequest(Generic[T]):
-    """One call to make."""
-
-    phase: str
-    messages: Sequence[Mapping[str, str]]
-    #: the reply's JSON → usable value and a fault that is worth one re-ask but no failure; raises `ReplyFault`
-    check: Callable[[Any], tuple[T, str | None]]
-    sink: Callable[[CallRecord], None]  #: gets a record of every attempt
-    task_id: str = ""
-    sample: int = -1
-    step: int = 0
-    repeat: int = 0  #: 0-based, where one prompt is asked several times; part of the cache key
-    deadline: float | None = None  #: time.monotonic() after which the call fails; None = none
-    cached: bool = True  #: False: neither read from nor written to the cache
-    version: str = ""  #: of the packaged texts behind `messages`; empty: those of the paper's prompt for `phase`
-    schema: Mapping[str, Any] | None = None  #: JSON Schema of the reply; None: that of `phase`
-    salt: str = ""  #: part of the cache key: the adapter's hash where the policy is the judge
-    endpoint: Endpoint | None = None  #: whom to ask; None: the client's model and its fallbacks
 
 
 @dataclass(frozen=True, slots=True)

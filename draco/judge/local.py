@@ -73,7 +73,7 @@ def register() -> None:
     from litellm.llms.custom_llm import CustomLLM
     from litellm.types.utils import Usage
 
-    from draco.judge.client import ASKER
+    from draco.judge.requests import ASKER
 
     class PolicyJudge(CustomLLM):
         async def acompletion(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,12 +26,13 @@ import torch
 from draco.config.options import one_of
 from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.core.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
-from draco.credit import advantage
 from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments
-from draco.judge.client import JudgeRequest
 from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.records import CallRecord, call_metrics, with_rates
 from draco.judge.replies import Attributed, Scored, check_attributions, check_criteria, check_scores, json_schema
+from draco.judge.requests import JudgeRequest
+from draco.judge.rewards import dropout
+from draco.judge.rewards import rewards as reward_of
 from draco.judge.transcript import Blocks, Caps
 from draco.judge.views import plan_named
 from draco.judge.votes import Ballot, Judge, Panel, Voter, panel_of
@@ -369,7 +370,7 @@ class JudgePipeline:
 
     def _kept(self, run: _Run, scored: dict[int, tuple[Scored, ...]]) -> list[bool]:
         rows = [[s.score for s in scored[t.sample]] for t in run.group.trajectories]
-        return [bool(k) for k in advantage.dropout(torch.tensor(rows, dtype=torch.int64).T)]
+        return [bool(k) for k in dropout(torch.tensor(rows, dtype=torch.int64).T)]
 
     def _count_scores(self, run: _Run, scored: dict[int, tuple[Scored, ...]]) -> None:
         columns = list(zip(*(scored[t.sample] for t in run.group.trajectories), strict=True))
@@ -401,7 +402,7 @@ class JudgePipeline:
         scores = torch.tensor([[v.score for v in row] for row in rows], dtype=torch.int64).reshape(
             len(rows), len(members)
         )
-        rewards = advantage.rewards(scores, torch.tensor(kept, dtype=torch.bool))
+        rewards = reward_of(scores, torch.tensor(kept, dtype=torch.bool))
         return Judgement(
             group=run.group,
             criteria=criteria,

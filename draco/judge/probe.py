@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from draco.core.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.core.types import Criterion
-from draco.judge.client import JudgeRequest
 from draco.judge.prompts import criteria_block, messages
 from draco.judge.records import CallRecord
 from draco.judge.replies import check_scores
+from draco.judge.requests import JudgeRequest
 from draco.judge.transcript import fence
 from draco.judge.votes import Judge
 

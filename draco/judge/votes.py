@@ -20,7 +20,7 @@ from draco.judge.agreement import count_votes
 from draco.judge.replies import Attributed, Scored
 
 if TYPE_CHECKING:
-    from draco.judge.client import JudgeRequest
+    from draco.judge.requests import JudgeRequest
 
 __all__ = ["RULES", "Ballot", "Decided", "Judge", "Panel", "Voter", "panel_of", "unanimous"]
 

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from draco.update.logprobs import base_model, hidden_states
+from draco.policy.structure import base_model, hidden_states
 
 __all__ = ["leaks_across_rows", "pack_attention", "packed_inputs"]
 

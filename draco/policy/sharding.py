@@ -26,11 +26,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draco.core.errors import ConfigError
-from draco.update.logprobs import base_model
-from draco.update.packing import Row
+from draco.policy.structure import base_model
 
 __all__ = [
-    "ShardedStrategy", "full", "gathered", "is_sharded", "like", "on_meta", "phantoms", "shard", "shares", "whole_call",
+    "ShardedStrategy", "full", "gathered", "is_sharded", "like", "on_meta", "phantoms", "shard", "whole_call",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -271,25 +270,3 @@ def like(whole: Tensor, target: Tensor) -> Tensor:
         return whole.to(target.device)
     device = target.to_local().device
     return distribute_tensor(whole.to(device), target.device_mesh, target.placements, src_data_rank=None)
-
-
-def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, limit: int) -> list[tuple[Row, ...]]:
-    """A rank's rows as `count` micro-batches of like size; some may be empty.
-
-    All ranks run the k-th micro-batch at the same time and the slowest decides, so the larger come first everywhere.
-
-    Args:
-        rows: packed rows of this rank.
-        micros: its own plan, which stands where an even split would break the limit.
-        count: the largest number of micro-batches of any rank.
-        limit: tokens of a micro-batch of several rows.
-    """
-    bins: list[list[Row]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for row in sorted(rows, key=lambda r: -r.length):
-        lightest = sizes.index(min(sizes))
-        bins[lightest].append(row)
-        sizes[lightest] += row.length
-    if any(len(b) > 1 and s > limit for b, s in zip(bins, sizes, strict=True)):
-        bins = [list(m) for m in micros] + [[] for _ in range(count - len(micros))]
-    return [tuple(b) for b in sorted(bins, key=lambda b: -sum(r.length for r in b))]

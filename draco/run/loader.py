@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from draco.core.errors import ConfigError
 from draco.core.types import Task, TaskBatch
+from draco.env.base import Environment
+from draco.policy.policy import Policy
 
-__all__ = ["EvalLoader", "TaskLoader"]
+__all__ = ["SHOWN_IDS", "EvalLoader", "TaskLoader", "select_tasks"]
+
+log = logging.getLogger("draco")
 
 
 class TaskLoader:
@@ -91,3 +96,59 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[TaskBatch]:
         yield self._batch
+
+
+SHOWN_IDS = 5  #: task ids in a message
+
+
+def select_tasks(
+    environment: Environment,
+    policy: Policy,
+    split: str,
+    limit: int | None,
+    max_prompt: int,
+    max_response: int,
+    *,
+    may_outgrow: bool = False,
+) -> list[Task]:
+    """Tasks of a split whose prompt fits; the others are counted, and the first ones named.
+
+    Args:
+        environment, policy: of the run.
+        split: of the environment.
+        limit: the first so many tasks; None = all.
+        max_prompt, max_response: tokens, of `limits`.
+        may_outgrow: of a run that goes on with limits which it cannot change any more.
+
+    Raises:
+        ConfigError: no such split, an empty one, no prompt fits, or a rollout may outgrow the policy's context.
+    """
+    tasks = environment.tasks(split)[:limit]
+    if not tasks:
+        raise ConfigError(
+            f"split {split!r} of env={environment.name} has no tasks; splits: {', '.join(environment.splits)}"
+        )
+    lengths = {t.id: policy.prompt_tokens(environment.opening(t)) for t in tasks}
+    fitting = [t for t in tasks if lengths[t.id] <= max_prompt]
+    overlong = [t.id for t in tasks if lengths[t.id] > max_prompt]
+    if overlong:
+        log.warning(
+            "%d of %d tasks of %s have prompts over limits.max_prompt_tokens=%d and are left out: %s%s",
+            len(overlong), len(tasks), split, max_prompt, ", ".join(overlong[:SHOWN_IDS]),
+            f" and {len(overlong) - SHOWN_IDS} more" if len(overlong) > SHOWN_IDS else "",
+        )  # fmt: skip
+    if not fitting:
+        raise ConfigError(
+            f"every prompt of split {split!r} is longer than limits.max_prompt_tokens={max_prompt} "
+            f"(shortest: {min(lengths.values())} tokens); raise the limit"
+        )
+    longest, context = max(lengths[t.id] for t in fitting), policy.context
+    if context is not None and longest + max_response > context and not may_outgrow:
+        room = context - longest
+        shorter = f"limits.max_response_tokens={room} or less" if room > 0 else "a smaller limits.max_prompt_tokens"
+        raise ConfigError(
+            f"a rollout of split {split!r} may take {longest + max_response} tokens (its longest prompt {longest}, "
+            f"limits.max_response_tokens={max_response}), and policy.path={policy.path} was made for {context}; set "
+            f"{shorter}, or choose a policy with a longer context"
+        )
+    return fitting

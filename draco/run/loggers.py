@@ -182,7 +182,7 @@ class WandbMetrics(Logger):
             return {}
         import wandb
 
-        from draco.study.samples import COLUMNS, sample_rows
+        from draco.run.samples import COLUMNS, sample_rows
 
         for step in range(self._tables_every, self._step + 1, self._tables_every):
             if step not in self._samples:  # after a resume: the earlier ones again

@@ -21,8 +21,7 @@ from hydra.errors import InstantiationException
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig
 
-from draco.config.launch import fetch_weights, on_gpu, place, say_shares, sharded
-from draco.config.rules import check, check_optimizer, check_scripted_criteria, scripted, select_tasks
+from draco.config.rules import check, check_optimizer, check_scripted_criteria, scripted
 from draco.core.distributed import barrier, broadcast, check_shared, joined, main_only, rank, world_size
 from draco.core.errors import ConfigError, DracoError
 from draco.core.signals import listening
@@ -34,8 +33,10 @@ from draco.rollout.engines import Engine
 from draco.run import checkpoint
 from draco.run.disk import plan_disk
 from draco.run.folder import discard_empty, locked, prepare, set_aside, write_config
-from draco.run.loader import EvalLoader, TaskLoader
+from draco.run.launch import fetch_weights, on_gpu, place, say_shares, sharded
+from draco.run.loader import EvalLoader, TaskLoader, select_tasks
 from draco.run.loggers import MetricsCsv, WandbMetrics, finish
+from draco.run.numbers import archive_numbers
 from draco.run.preflight import check_judge, preflight
 from draco.run.summary import (
     evaluation_file,
@@ -49,7 +50,6 @@ from draco.run.summary import (
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
 from draco.study.page import write_page
 from draco.study.runs import open_run
-from draco.study.series import archive_numbers
 
 __all__ = ["Parts", "build", "instantiate", "train"]
 

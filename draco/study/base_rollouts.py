@@ -24,7 +24,7 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int) -> list[G
         tasks: how many; None = all.
         samples: rollouts a task.
     """
-    from draco.config.rules import select_tasks
+    from draco.run.loader import select_tasks
     from draco.run.train import build  # torch and lightning load here
 
     config.rubric = {"name": "random", "stage": {"_target_": "callbacks.rubric.random.RandomRubric", "seed": 0}}

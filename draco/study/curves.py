@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from draco.core.types import Termination
+from draco.run.numbers import StepNumbers, Verdicts, archive_numbers, total, windows
 from draco.study.figures import Figure, Panel, Series
 from draco.study.rows import bases, by_setting, fault_notes, finals, splits
 from draco.study.runs import Evaluation, Run
-from draco.study.series import StepNumbers, Verdicts, archive_numbers, total, windows
 from draco.study.statistics import mean_std
 
 __all__ = ["all_figures", "over_seeds"]

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from draco.config.rules import select_tasks
 from draco.core.errors import ConfigError
 from draco.env.records import Prices, evaluate_groups, priced, token_usage
 from draco.env.success import summarise
 from draco.run import checkpoint
-from draco.run.loader import EvalLoader
+from draco.run.loader import EvalLoader, select_tasks
 from draco.run.train import Parts, build, instantiate
 from draco.stages import RolloutStage, find_stage
 

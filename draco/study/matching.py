@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draco.core import jsonl
 from draco.core.errors import JudgeConfigError, JudgeError
 from draco.core.types import Criterion
-from draco.judge.client import JudgeClient, JudgeRequest
+from draco.judge.client import JudgeClient
 from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.replies import ReplyFault, strict_schema
+from draco.judge.requests import JudgeRequest
 
 __all__ = ["check_pairs", "load_matches", "match_criteria", "written"]
 

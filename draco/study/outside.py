@@ -22,7 +22,7 @@ import torch
 
 from draco.core.errors import ConfigError
 from draco.core.types import Criterion, Failure, Group, Judgement, Message, Step, Task, Termination, Trajectory, Verdict
-from draco.credit.advantage import dropout, rewards
+from draco.judge.rewards import dropout, rewards
 from draco.study.tau import ENDS
 
 __all__ = ["Outside", "judge_by_labels", "read_groups_of", "too_few"]

@@ -17,9 +17,9 @@ from typing import Any
 
 from draco.core import files as durable
 from draco.run.archive import read_calls, read_table
+from draco.run.numbers import StepNumbers, total
 from draco.study.pieces import TokenPieces
 from draco.study.runs import Run
-from draco.study.series import StepNumbers, total
 
 __all__ = ["render_page", "write_page"]
 

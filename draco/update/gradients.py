@@ -16,11 +16,12 @@ from torch import Tensor
 from draco.core.distributed import gather
 from draco.policy.attention import packed_inputs
 from draco.policy.policy import Policy
-from draco.policy.sharding import is_sharded, shares, whole_call
-from draco.update.logprobs import hidden_states, output_head, step_logprobs
+from draco.policy.sharding import is_sharded, whole_call
+from draco.policy.structure import hidden_states, output_head
+from draco.update.logprobs import step_logprobs
 from draco.update.loss import engine_mismatch, token_loss_sum, truncated_importance_weights
 from draco.update.options import LossOptions
-from draco.update.packing import MicroBatch, Row, collate, plan
+from draco.update.packing import MicroBatch, Row, collate, plan, shares
 
 __all__ = ["Totals", "Worker"]
 

@@ -22,22 +22,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draco.core.errors import ConfigError
 
-__all__ = ["base_model", "check_head", "hidden_states", "output_head", "step_logprobs"]
-
-#: Config fields by which models of transformers change their final logits, with the value that means "unchanged".
-_LOGIT_TRANSFORMS: tuple[tuple[str, float | None], ...] = (
-    ("final_logit_softcapping", None),  # gemma 2, 3n
-    ("logit_scale", 1.0),  # cohere
-    ("logits_scaling", 1.0),  # granite
-    ("lm_head_multiplier", 1.0),  # falcon h1
-    ("logits_soft_cap", None),
-    ("output_logits_scale", 1.0),
-)
+__all__ = ["step_logprobs"]
 
 
 #: On a CPU base-2 logits are not shifted while the first ones are within ± this (the maximum over the vocabulary can
@@ -243,107 +233,3 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
-
-
-def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight [V, H] and bias [V] or None of the frozen output head; works through a PEFT wrapper.
-
-    Raises:
-        ConfigError: no head, a head with an adapter or a trainable one, or logits that the model transforms.
-    """
-    base = _causal(model)
-    head = base.get_output_embeddings()
-    if head is None:
-        raise ConfigError(f"{type(base).__name__} has no output head: expected a causal language model")
-    name = type(base).__name__
-    if not isinstance(head, nn.Linear) and not hasattr(head, "weight"):
-        raise ConfigError(f"the output head of {name} is a {type(head).__name__}: expected a linear layer")
-    # PEFT wraps what it adapts: a LoRA layer holds `base_layer`, modules_to_save holds `original_module`.
-    if hasattr(head, "base_layer") or hasattr(head, "original_module"):
-        raise ConfigError(
-            f"the output head of {name} carries an adapter, which the chunked log-probabilities would skip: take "
-            "'lm_head' out of policy.targets (and out of modules_to_save)"
-        )
-    text = base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
-    for field, unchanged in _LOGIT_TRANSFORMS:
-        value = getattr(text, field, None)
-        if value is not None and value != unchanged:
-            raise ConfigError(
-                f"{name} transforms its logits ({field}={value}), which the chunked log-probabilities do not support: "
-                "choose a model without it"
-            )
-    return head.weight, getattr(head, "bias", None)
-
-
-def hidden_states(
-    model: nn.Module,
-    input_ids: Tensor,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    **inputs: Any,
-) -> Tensor:
-    """Hidden states after the final norm, [B, T, H]: what the output head multiplies.
-
-    Uses the public API of transformers (`get_decoder`, `get_output_embeddings`) and works through a PEFT wrapper, whose
-    LoRA layers live inside the base model; its adapter switch (`disable_adapter`) applies as usual.
-
-    Args:
-        model: causal language model, or a PEFT model around one.
-        input_ids: [B, T] int64.
-        position_ids: [B, T]; restart at 0 for each packed sequence, and pass no attention mask then.
-        attention_mask: [B, T], 1 = token, 0 = padding.
-        inputs: further arguments of the decoder, such as those of `draco.policy.attention.packed_inputs`.
-
-    Raises:
-        ConfigError: as `output_head`, or the model has no decoder.
-    """
-    output_head(model)  # a head that step_logprobs would get wrong is refused before any work
-    base = _causal(model)
-    decoder = base.get_decoder()
-    if decoder is None or decoder is base:
-        raise ConfigError(f"{type(base).__name__} names no decoder below its output head: expected a causal model")
-    output = decoder(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **inputs
-    )
-    return cast(Tensor, output.last_hidden_state)
-
-
-@torch.no_grad()
-def check_head(model: nn.Module) -> None:
-    """Compare the model's own logits with head(hidden_states) once, at setup: no transformation goes unnoticed.
-
-    Args:
-        model: as for `hidden_states`. Five tokens run through it.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    weight, bias = output_head(model)
-    input_ids = torch.arange(1, 6, device=weight.device).unsqueeze(0)
-    tolerance = 1e-2 if weight.dtype.itemsize >= 4 else 0.2  # nats; 16-bit logits are rounded
-    training = model.training
-    model.eval()
-    try:
-        own = model(input_ids=input_ids, use_cache=False).logits.float().log_softmax(-1)
-        ours = nn.functional.linear(hidden_states(model, input_ids), weight, bias).float().log_softmax(-1)
-    finally:
-        model.train(training)
-    difference = float((own - ours).abs().max())
-    if not difference <= tolerance:
-        raise ConfigError(
-            f"{type(_causal(model)).__name__} changes its logits after the output head (log-probabilities differ by "
-            f"{difference:.3g} nats): the chunked log-probabilities do not support it; choose another model"
-        )
-
-
-def base_model(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if callable(get_base_model) else model
-
-
-def _causal(model: nn.Module) -> Any:
-    base = base_model(model)
-    if not hasattr(base, "get_output_embeddings"):
-        raise ConfigError(f"expected a causal language model of transformers, got {type(base).__name__}")
-    return base

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from draco.core.types import Credit
-from draco.credit.advantage import verdict_unanimous
+from draco.judge.rewards import verdict_unanimous
 from draco.update.gradients import Totals
 from draco.update.options import LossOptions
 
-__all__ = ["credit_metrics", "judge_speed", "loss_metrics"]
+__all__ = ["credit_metrics", "judge_speed", "loss_metrics", "merge_metrics"]
 
 
 def loss_metrics(totals: Totals, loss: LossOptions, grad_norm: float) -> dict[str, float]:
@@ -86,3 +86,31 @@ def credit_metrics(credits: list[Credit]) -> dict[str, float]:
     if with_criteria:
         metrics["credit/inert_verdicts"] = inert / members
     return metrics
+
+
+#: Metrics that count, beside the counters of the judge.
+_COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s", "engine/retries", "engine/servers_lost")
+
+
+def merge_metrics(many: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Stage metrics of all ranks as one: counts are summed, seconds are the slowest rank's, the rest are means
+    weighted by each rank's rollouts."""
+    many = list(many)
+    if len(many) == 1:
+        return many[0]
+    from draco.judge.records import add_metrics, with_rates
+
+    judge = [{k: v for k, v in one.items() if k.startswith(("judge/", "rubric/"))} for one in many]
+    merged = with_rates(add_metrics(judge))
+    if any("judge/calls" in one and "judge/cost_usd" not in one for one in judge):
+        merged.pop("judge/cost_usd", None)  # unknown on one rank is unknown
+    for name in dict.fromkeys(name for one in many for name in one if not name.startswith(("judge/", "rubric/"))):
+        pairs = [(one[name], one.get("rollout/count", 1.0)) for one in many if name in one]
+        if name.startswith("time/"):
+            merged[name] = max(value for value, _ in pairs)
+        elif name in _COUNTS:
+            merged[name] = sum(value for value, _ in pairs)
+        else:
+            weight = sum(w for _, w in pairs)
+            merged[name] = sum(value * w for value, w in pairs) / weight if weight else 0.0
+    return merged

@@ -17,7 +17,7 @@ from torch import Tensor
 from draco.core.types import Credit, Trajectory
 from draco.update.options import LossOptions
 
-__all__ = ["MicroBatch", "Row", "collate", "plan", "rows_of"]
+__all__ = ["MicroBatch", "Row", "collate", "plan", "rows_of", "shares"]
 
 #: Rows of unlike length are not padded to one another beyond this share of a micro-batch.
 MAX_PADDING = 0.02
@@ -126,3 +126,25 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
         old_logprobs=torch.cat(old).to(device) if old else None,
         tokens=sum(lengths),
     )
+
+
+def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, limit: int) -> list[tuple[Row, ...]]:
+    """A rank's rows as `count` micro-batches of like size; some may be empty.
+
+    All ranks run the k-th micro-batch at the same time and the slowest decides, so the larger come first everywhere.
+
+    Args:
+        rows: packed rows of this rank.
+        micros: its own plan, which stands where an even split would break the limit.
+        count: the largest number of micro-batches of any rank.
+        limit: tokens of a micro-batch of several rows.
+    """
+    bins: list[list[Row]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for row in sorted(rows, key=lambda r: -r.length):
+        lightest = sizes.index(min(sizes))
+        bins[lightest].append(row)
+        sizes[lightest] += row.length
+    if any(len(b) > 1 and s > limit for b, s in zip(bins, sizes, strict=True)):
+        bins = [list(m) for m in micros] + [[] for _ in range(count - len(micros))]
+    return [tuple(b) for b in sorted(bins, key=lambda b: -sum(r.length for r in b))]

@@ -82,7 +82,7 @@ class TokenCounter:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            from draco.policy.policy import resolve
+            from draco.core.files import resolve
 
             options = {"gguf_file": self.gguf_file} if self.gguf_file else {}
             self._tokenizer = AutoTokenizer.from_pretrained(resolve(self.path), **options)

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from draco.policy.attention import leaks_across_rows
-from draco.update.logprobs import base_model
+from draco.policy.structure import base_model
 
 __all__ = ["RaggedBatch", "RaggedCache", "decodes_ragged", "ragged_attention"]
 

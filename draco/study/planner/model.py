@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco.core.errors import ConfigError
-from draco.policy.policy import resolve
+from draco.core.files import resolve
 
 __all__ = ["ModelSize", "build", "layer_shards", "model_config", "size_of_model"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from draco.config.launch import sharded
 from draco.config.options import whole
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
 from draco.judge.context import needed_context
+from draco.run.launch import sharded
 from draco.study.planner.hardware import Assumptions, Gpu, gpu_named
 from draco.study.planner.judge import (
     STATED,

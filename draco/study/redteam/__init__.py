@@ -29,7 +29,7 @@ class Attack:
 @cache
 def attacks() -> tuple[Attack, ...]:
     """The packaged set."""
-    text = (files("draco.judge") / "redteam" / "attacks.yaml").read_text(encoding="utf-8")
+    text = (files("draco.study.redteam") / "attacks.yaml").read_text(encoding="utf-8")
     return tuple(Attack(**row) for row in OmegaConf.create(text).attacks)
 
 

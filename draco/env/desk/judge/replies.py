@@ -13,9 +13,11 @@ from omegaconf import OmegaConf
 from draco.env.desk.judge.findings import Finding, examine
 from draco.env.desk.judge.general import GENERAL, Result
 from draco.env.desk.judge.reading import Prompt
-from draco.judge.replies import LIMITS
 
 __all__ = ["reply"]
+
+#: criteria that the prompts allow in one reply
+LIMITS = {"propose_task": 15, "propose_rollout": 10, "merge": 24}
 
 
 def reply(prompt: Prompt) -> dict[str, Any]:

@@ -1,0 +1,619 @@
+"""AppWorld's real engine on the miniature data: `make test-appworld` (not part of `make test`)."""
+
+# ruff: noqa: E501 - the programs of policies are quoted whole
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replay
+from support.appworld_agent import GOLD, mini, script, wrong
+from support.echo import TINY
+from support.model_server import Server, server  # noqa: F401 - a fixture
+from support.processes import gone
+from support.runs import train
+
+from draco.core.background import BackgroundLoop
+from draco.core.errors import ConfigError
+from draco.core.files import resolve
+from draco.core.types import Task
+from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
+from draco.env.appworld.environment import AppWorldEpisode, unpack_state
+from draco.env.appworld.faults import WorkerDied
+from draco.env.appworld.inside import server as inside
+from draco.env.records import EvalRecord
+from draco.env.success import leaderboard, summarise
+from draco.run.archive import read_calls, read_table
+from draco.study.runs import open_run
+from draco.study.tables import all_tables
+
+pytestmark = pytest.mark.appworld
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))
+DATA = os.environ.get("DRACO_APPWORLD_DATA", str(ROOT / ".appworld-mini"))
+TASKS = sorted(GOLD)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[AppWorldEnvironment]:
+    # Nobody here is slow by intent; 54 episodes on a busy machine are.
+    made = AppWorldEnvironment(PYTHON, DATA, soft_s=600, execute_s=900, open_s=600)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def unguarded() -> Iterator[AppWorldEnvironment]:
+    """No syntax guard, ours or AppWorld's: what is left is the cage."""
+    made = AppWorldEnvironment(PYTHON, DATA, guard=False, soft_s=20, execute_s=30, open_s=600, memory_mb=400)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Iterator[AppWorldEvaluator]:
+    made = AppWorldEvaluator(PYTHON, DATA, deadline_s=600)
+    yield made
+    made.close()
+
+
+def task_of(environment: AppWorldEnvironment, task_id: str) -> Task:
+    return next(t for t in environment.tasks("train") if t.id == task_id)
+
+
+def on_loop(coro: Coroutine[Any, Any, Any]) -> Any:
+    return BackgroundLoop.shared().submit(coro).result()
+
+
+async def play(episode: AppWorldEpisode, codes: list[str]) -> tuple[list[str], str]:
+    """What the blocks printed and the end state."""
+    try:
+        seen = []
+        for code in codes:
+            reply = await episode.act([code])
+            seen += reply.observations
+        return seen, await episode.finish()
+    finally:
+        await episode.release()
+
+
+def run(environment: AppWorldEnvironment, task_id: str, *codes: str) -> tuple[list[str], str]:
+    return on_loop(play(environment.open(task_of(environment, task_id), seed=0), list(codes)))
+
+
+# --- right and wrong ---
+
+
+@pytest.mark.parametrize("task_id", TASKS)
+def test_gold_passes_and_wrong_and_idle_fail(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator, task_id: str
+) -> None:
+    task = task_of(environment, task_id)
+    seen, state = run(environment, task_id, GOLD[task_id])
+    assert seen == ["all done"]
+    assert evaluator.evaluate(task, state).success is True
+    for codes in ([wrong(task_id)], ["apis.supervisor.complete_task()"], []):
+        outcome = evaluator.evaluate(task, run(environment, task_id, *codes)[1])
+        assert outcome.success is False, codes
+        assert outcome.detail["failures"]
+    assert task.difficulty == int(task_id[4])
+
+
+def test_an_episode_leaves_no_files_and_no_process(environment: AppWorldEnvironment) -> None:
+    run(environment, TASKS[0], "print(1)")
+    fork_server = environment._pool._servers[0]  # type: ignore[union-attr]
+    assert fork_server is not None
+    assert on_loop(fork_server.request("ping"))["children"] == 0
+    command = Path(f"/proc/{fork_server.pid}/cmdline").read_text().split("\0")
+    stage = Path(json.loads(command[-2])["root"])
+    assert list((stage / "experiments" / "outputs").iterdir()) == []
+
+
+def test_completion_is_no_end_and_failure_is_told(environment: AppWorldEnvironment) -> None:
+    episode = environment.open(task_of(environment, TASKS[0]), seed=0)
+    assert episode.step(["print(1)"]).completed is False
+    reply = episode.step(["apis.supervisor.complete_task(status='fail')"])
+    assert (reply.done, reply.completed, reply.failed) == (False, True, True)
+    reply = episode.step(["x = 5\nprint(x)"])
+    assert reply.observations == ("5",)
+    assert episode.step(["print(x + 1)"]).observations == ("6",)
+    episode.close()
+
+
+def test_tgc_and_sgc_are_appworlds(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator, tmp_path: Path
+) -> None:
+    """One scenario solved, one in part, one not; AppWorld's own `evaluate_tasks` on the same outputs agrees."""
+    solved = {*TASKS[:3], *TASKS[3:5], TASKS[8]}
+    states = {t: run(environment, t, *([GOLD[t]] if t in solved else [wrong(t)]))[1] for t in TASKS}
+    records = []
+    for task in environment.tasks("train"):
+        outcome = evaluator.evaluate(task, states[task.id])
+        records.append(
+            EvalRecord(
+                task.id, task.scenario_id, task.difficulty, 0, outcome.success, "submitted", 2, 0, interactions=1
+            )
+        )
+    ours = leaderboard({"train": summarise(records)})["train"]
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "data").symlink_to(Path(DATA).absolute() / "full" / "data")
+    for task_id, state in states.items():
+        dbs = root / "experiments" / "outputs" / "x" / "tasks" / task_id / "dbs"
+        dbs.mkdir(parents=True)
+        inside.restore(unpack_state(state)["dbs"], dbs, root, task_id)
+    program = (
+        "import json, sys; from appworld.evaluator import Metric, evaluate_tasks\n"
+        f"found = evaluate_tasks({TASKS!r}, 'x', save_reports=False)\n"
+        "report = Metric.build_report(found)\n"
+        "print('RESULT', json.dumps(report))"
+    )
+    said = subprocess.run(
+        [PYTHON, "-c", program], cwd=root, env={"PATH": os.environ["PATH"], "APPWORLD_ROOT": str(root)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    theirs = json.loads(said.split("RESULT", 1)[1])
+    for row, name in enumerate(("all", "level 1", "level 2", "level 3")):
+        for key in ("task_goal_completion", "scenario_goal_completion"):
+            assert ours[name][key] == theirs[key][row], (name, key)
+    assert ours["all"]["task_goal_completion"] == 66.7
+    assert ours["all"]["scenario_goal_completion"] == 33.3
+
+
+# --- what an agent can do to others: nothing ---
+
+HOSTILE = {
+    "endless": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "uninterruptible": "sum(range(10**13))",
+    "fork_bomb": "import os\nwhile True:\n    os.fork()",
+    "threads": "import threading, time\nfor i in range(10**6):\n    threading.Thread(target=time.sleep, args=(9,)).start()",
+    "memory": "hog = []\nwhile True: hog.append(bytearray(10**7))",
+    "interrupt": "raise KeyboardInterrupt",
+    "exit": "raise SystemExit(3)",
+    "hard_exit": "import ctypes\nctypes.string_at(0)",
+    "patched": "import json\njson.dumps = json.loads = lambda *a, **k: 1 / 0",
+    "flood": "while True: print('x' * 1000)",
+    "deep": "def f(): f()\nf()",
+    "disk": "open('/tmp/draco-hostile', 'w').write('x')",
+}
+
+
+def test_nine_tasks_of_six_with_one_of_each_kind_of_trouble(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator
+) -> None:
+    """54 episodes at a time. In each group one is killed from outside and three misbehave; gold passes all the same."""
+
+    async def member(task: Task, sample: int) -> tuple[str, Any]:
+        episode = environment.open(task, seed=sample)
+        trouble = {1: "raise KeyboardInterrupt", 2: "import json\njson.dumps = 1", 3: "def f(): f()\nf()"}.get(sample)
+        try:
+            await episode.act([trouble or "x = 1"])
+            if sample == 4:
+                slot = episode._slot
+                assert slot is not None
+                pids = (await slot.server.request("ping"))["pids"]
+                os.kill(pids[slot.experiment], signal.SIGKILL)
+            await episode.act([GOLD[task.id]])
+            return "played", await episode.finish()
+        except WorkerDied as fault:
+            return "died", fault
+        finally:
+            await episode.release()
+
+    async def everything() -> list[tuple[Task, int, tuple[str, Any]]]:
+        jobs = [(t, s) for t in environment.tasks("train") for s in range(6)]
+        return [
+            (t, s, r) for (t, s), r in zip(jobs, await asyncio.gather(*(member(t, s) for t, s in jobs)), strict=True)
+        ]
+
+    for task, sample, (how, what) in on_loop(everything()):
+        assert how == ("died" if sample == 4 else "played"), (task.id, sample, what)
+        if how == "played":
+            assert evaluator.evaluate(task, what).success is True, (task.id, sample)
+    assert environment._pool is not None
+    assert environment._pool.live == 0
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_without_the_guard_trouble_stays_in_its_episode(
+    unguarded: AppWorldEnvironment, evaluator: AppWorldEvaluator, name: str
+) -> None:
+    """Beside each hostile episode another one works on, before and after."""
+
+    async def both() -> tuple[Any, tuple[list[str], str]]:
+        good = unguarded.open(task_of(unguarded, TASKS[0]), seed=0)
+        bad = unguarded.open(task_of(unguarded, TASKS[0]), seed=1)
+        try:
+            await good.act(["x = 1"])
+            hostile = asyncio.create_task(bad.act([HOSTILE[name]]))
+            await good.act(["print(x)"])
+            reply = await hostile
+            slot = bad._slot
+            assert slot is not None
+            pid = (await slot.server.request("ping"))["pids"][slot.experiment]
+            assert Path(f"/proc/{pid}").exists() is not reply.done  # what passed its deadline runs no more
+            state = await bad.finish()
+            seen = (await good.act([GOLD[TASKS[0]]])).observations
+            return (reply, state), (list(seen), await good.finish())
+        finally:
+            await good.release()
+            await bad.release()
+
+    (reply, state), (seen, good_state) = on_loop(both())
+    assert seen == ["all done"]
+    task = task_of(unguarded, TASKS[0])
+    assert evaluator.evaluate(task, good_state).success is True
+    assert evaluator.evaluate(task, state).success is False  # and what the hostile one left can be scored
+    (shown,) = reply.observations
+    if name != "endless":  # AppWorld's own alarm may or may not get through its handler; the deadline does
+        assert reply.done is (name in {"uninterruptible", "hard_exit"}), shown
+    if name in {"fork_bomb", "disk"}:
+        assert "Permission" in shown or "not permitted" in shown
+    assert not Path("/tmp/draco-hostile").exists()
+
+
+# --- answers are out of reach ---
+
+
+def routes(full: str) -> dict[str, str]:
+    """Ways to the answers that a reading of the engine suggests; where they lie (`full`) is even given away."""
+    truth = f"{full}/tasks/mini1aa_1/ground_truth"
+    return {
+        "open": f"print(open('{truth}/answer.json').read())",
+        "pathlib": f"import pathlib\nprint(pathlib.Path('{truth}/evaluation.py').read_text())",
+        "listdir": f"import os\nprint(os.listdir('{full}/tasks'))",
+        "walk": "import os\nprint([f for d, _, fs in os.walk('/') for f in fs if f in ('answer.json', 'test_data.json')][:9])",
+        "engine": "import appworld\nfrom appworld.task import Task\nprint(Task.load('mini1aa_1', load_ground_truth=True).ground_truth)",
+        "root": f"import appworld\nappworld.update_root('{full}/..')\nfrom appworld.ground_truth import GroundTruth\n"
+        "print(GroundTruth.load('mini1aa_1').answer)",
+        "evaluate": "import appworld\nprint(appworld.evaluator.evaluate_task('mini1aa_1', 'x'))",
+        "subprocess": f"import subprocess\nprint(subprocess.run(['cat', '{truth}/answer.json'], capture_output=True))",
+        "system": f"get_ipython().system('cat {truth}/answer.json')",
+        "magic": f"print(get_ipython().run_line_magic('sx', 'cat {truth}/answer.json'))",
+        "exec": f"import os\nos.execv('/bin/cat', ['cat', '{truth}/answer.json'])",
+        "socket": "import socket\ns = socket.create_connection(('127.0.0.1', 80), 2)\nprint('connected')",
+        "unix_socket": "import socket\nprint('connected', socket.socket(socket.AF_UNIX))",
+        "sqlite": f"import sqlite3\nc = sqlite3.connect('{full}/base_dbs/admin.db')\nprint(c.execute('select * from main_users').fetchall())",
+        "sqlite_attach": "import sqlite3\nc = sqlite3.connect(':memory:')\n"
+        f"c.execute(\"attach '{full}/base_dbs/admin.db' as x\")\nprint(c.execute('select * from x.main_users').fetchall())",
+        "libc": f"import ctypes\nl = ctypes.CDLL(None)\nprint('descriptor', l.open(b'{truth}/answer.json', 0))",
+        "symlink": f"import os\nos.symlink('{truth}', 'link')\nprint(open('link/answer.json').read())",
+        "parent": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read())",
+        "cmdline": "import os\nprint(open(f'/proc/{os.getppid()}/cmdline').read())",
+        "ptrace": "import ctypes, os\nprint('ptrace', ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0))",
+        "kill": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint('killed')",
+        "dunder": f"print([c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileLoader'][0]('x', '{truth}/evaluation.py').get_data('{truth}/evaluation.py'))",
+        "import": f"print(__import__('pathlib').Path('{truth}/answer.json').read_text())",
+        "builtins": f"import builtins\nprint(builtins.open('{truth}/answer.json').read())",
+        "module": f"import uuid\nprint(uuid.os.listdir('{truth}'))",
+        "own_root": "print(open('data/tasks/mini1aa_1/ground_truth/answer.json').read())",
+        "proc_root": f"print(open('/proc/self/root{truth}/answer.json').read())",
+        "solutions": f"print(open('{mini.__file__}').read())",
+        "search": "import gc\nprint([o for o in gc.get_objects() if type(o).__name__ == 'GroundTruth'])",
+        "frames": "import sys\nf = sys._getframe()\nwhile f:\n    if 'world' in f.f_locals: print(f.f_locals['world'].task.ground_truth)\n    f = f.f_back",
+        "api_admin": "print(apis.admin.show_main_users())",
+        "admin": "print(requester.request('admin', 'show_main_users'))",
+        "neighbour": "import os\nprint('neighbours', os.listdir('..') and [open(p).read() for p in os.listdir('.')])",
+    }
+
+
+FULL = str(Path(DATA).absolute() / "full" / "data")
+
+
+@pytest.mark.parametrize("name", sorted(routes("")))
+def test_no_route_leads_to_an_answer(environment: AppWorldEnvironment, name: str) -> None:
+    """With the guard: refused in words, or an error."""
+    seen, _ = run(environment, TASKS[0], routes(FULL)[name], "print('still here')")
+    assert seen[0].startswith(("Execution refused", "Execution failed", "Syntax")), seen[0]
+    assert seen[1] == "still here"
+
+
+def test_no_line_is_a_magic(environment: AppWorldEnvironment) -> None:
+    """Neither what reads as Python and would be one by IPython's automagic, nor what is marked as one."""
+    lines = ["ls -l", "alias", "sx", "reset -f", "pwd", "%ls", "%sx ls", "!ls", "%%bash\nls", "ls?"]
+    seen, _ = run(environment, TASKS[0], "x = 5", *lines, "print(x)")
+    assert seen[-1] == "5"
+    for line, shown in zip(lines, seen[1:-1], strict=True):
+        assert "NameError" in shown or "Syntax" in shown, (line, shown)
+
+
+@pytest.mark.parametrize("name", sorted(routes("")))
+def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldEnvironment, name: str) -> None:
+    """Without it the kernel says no: whatever an agent finds in Python, the files are not there for it."""
+    seen, _ = run(unguarded, TASKS[0], routes(FULL)[name])
+    shown = seen[0]
+    for canary in ("no_op_fail", "def evaluate", "answer.json'", "test_data.json", "connected", "killed", "nora.quill"):
+        assert canary not in shown.split("Traceback")[0], shown
+    if not shown.startswith("Execution failed"):
+        assert any(word in shown for word in ("descriptor -1", "ptrace -1", "Execution successful", "[]")) or (
+            "not permitted" in shown or "denied" in shown
+        ), shown
+
+
+def test_what_a_format_string_reaches_is_no_answer(environment: AppWorldEnvironment) -> None:
+    """It passes the guard, which reads code and no strings; what it can show is the process, which holds no answers."""
+    program = "print('{0.__class__.__init__.__globals__}'.format(apis))\nprint('{0.__class__.__dict__}'.format(print))"
+    seen, _ = run(environment, TASKS[0], program)
+    for canary in ("no_op_fail", "def evaluate", "test_data", "ground_truth_answer", FULL):
+        assert canary not in seen[0]
+
+
+def test_the_root_of_the_rollouts_holds_no_ground_truth() -> None:
+    """By name, by content, and by inode: the roots share files as hard links."""
+    hidden = [p for p in Path(FULL).rglob("ground_truth/*") if p.is_file()]
+    assert len(hidden) == 9 * 9  # nothing to find would prove nothing
+    shown = [p for p in (Path(DATA) / "rollout").rglob("*") if p.is_file()]
+    assert not {p.name for p in shown} & ({p.name for p in hidden} | {"ground_truth"})
+    assert not {p.stat().st_ino for p in shown} & {p.stat().st_ino for p in hidden}
+    digests = {hashlib.sha256(p.read_bytes()).digest() for p in hidden if len(p.read_bytes()) > 8}
+    assert not digests & {hashlib.sha256(p.read_bytes()).digest() for p in shown}
+    index = json.loads((Path(DATA) / "rollout" / "data" / "draco_tasks.json").read_text())
+    assert {frozenset(entry) for entry in index.values()} == {frozenset({"difficulty"})}
+
+
+def test_data_that_episodes_could_read_around_is_refused(tmp_path: Path) -> None:
+    """Both roots inside a folder that Python loads from: the answers would lie open beside the blind root."""
+    prefix = Path(PYTHON).absolute().parents[1]
+    inner = prefix / f"draco-test-{os.getpid()}"
+    inner.symlink_to(tmp_path)
+    shutil.copytree(DATA, tmp_path / "aw", copy_function=os.link)
+    environment = AppWorldEnvironment(PYTHON, str(tmp_path / "aw"))
+    environment.check()  # a link from there to elsewhere opens nothing
+    environment.close()
+    inner.unlink()
+    try:
+        shutil.copytree(DATA, inner / "aw")
+        environment = AppWorldEnvironment(PYTHON, str(inner / "aw"))
+        with pytest.raises(ConfigError, match=r"lies in .*, which episodes read; move the data"):
+            environment.check()
+    finally:
+        shutil.rmtree(inner, ignore_errors=True)
+
+
+def test_the_evaluator_is_another_process_that_the_rollouts_cannot_see(
+    environment: AppWorldEnvironment, evaluator: AppWorldEvaluator
+) -> None:
+    run(environment, TASKS[0], "print(1)")
+    rollouts = environment._pool._servers[0]  # type: ignore[union-attr]
+    assert rollouts is not None
+    assert "full" not in Path(f"/proc/{rollouts.pid}/cmdline").read_text()
+    assert not hasattr(environment, "evaluate")
+    assert not list((Path(DATA) / "rollout").rglob("ground_truth"))
+
+
+def test_a_killed_server_takes_its_children_with_it() -> None:
+    environment = AppWorldEnvironment(PYTHON, DATA)
+    episode = environment.open(task_of(environment, TASKS[0]), seed=0)
+    episode.step(["x = 1"])
+    slot = episode._slot
+    assert slot is not None
+    pid = on_loop(slot.server.request("ping"))["pids"][slot.experiment]
+    os.kill(slot.server.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        episode.step(["x = 2"])
+    episode.close()
+    assert gone([pid])
+    environment.close()
+
+
+def test_a_killed_trainer_leaves_no_folder() -> None:
+    program = (
+        "import sys, time\nfrom draco.env.appworld import AppWorldEnvironment\n"
+        "e = AppWorldEnvironment(*sys.argv[1:])\np = e.open(e.tasks('train')[0], seed=0)\np.step(['x = 1'])\n"
+        "print(p._slot.server.pid, flush=True)\ntime.sleep(600)"
+    )
+    client = subprocess.Popen(
+        [sys.executable, "-c", program, PYTHON, DATA], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    pid = int(client.stdout.readline())
+    stage = Path(json.loads(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])["root"])
+    assert stage.is_dir()
+    client.kill()
+    client.communicate()
+    until = time.monotonic() + 120
+    while stage.exists():
+        assert time.monotonic() < until, f"{stage} is left"
+        time.sleep(0.05)
+
+
+# --- training and evaluating ---
+
+
+def judged(n: int, body: dict[str, Any]) -> tuple[int, str]:
+    """A loopback judge that reads: did the attempt do more than complete?"""
+    phase = body["response_format"]["json_schema"]["name"]
+    text = body["messages"][-1]["content"]
+    row = {
+        "title": "Performs required actions",
+        "description": "d",
+        "evaluator_instruction": "i",
+        "grounding_references": [],
+    }
+    if phase in ("propose_task", "merge"):
+        return 200, json.dumps({"criteria": [row]})
+    if phase == "propose_rollout":
+        return 200, json.dumps({"criteria": []})
+    score = 1 if "def solution" in text else -1
+    title = next(
+        known for known in (row["title"], "Says hello first") if known in text
+    )  # the second: draco's own check
+    if phase == "score":
+        verdict = {"title": title, "evidence": "e", "justification": "j", "score": score}
+        return 200, json.dumps({"verdicts": [verdict]})
+    given = {"title": title, "explanation": "x", "verdict": score, "relevant_steps": [2]}
+    return 200, json.dumps({"attributions": [given]})
+
+
+OPTIONS = (
+    "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "engine._target_=appworld_agent.ScriptedCoder",
+    "limits.max_prompt_tokens=12000", "limits.max_response_tokens=12000", "limits.max_turn_tokens=0", "policy.rank=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of DRACO on five of the nine tasks, an epoch, judged by a loopback model; then two checkpoints more."""
+    folder = tmp_path_factory.mktemp("appworld") / "run"
+    longer = shutil.copytree(resolve(TINY), folder.with_name("longer"), ignore=shutil.ignore_patterns("__pycache__"))
+    config = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24_000}))
+    with Server() as made, pytest.MonkeyPatch.context() as patch:
+        made.says = judged
+        patch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
+        summary = train(
+            *OPTIONS, f"policy.path={longer}", "judge=litellm", "judge.model=openai/some-model", "judge.response_schema=on", "steps=1",
+            f"judge.api_base={made.base}", "tasks_per_step=5", "group_size=2", "loss.kl_coef=0",
+            "eval.before=false", "eval.tasks=2", f"run={folder}", "checkpoint.check_disk=false",
+        )  # fmt: skip
+    assert summary["final_success"] == 1.0
+    assert summary["setting"] == "dynamic+step"
+    for version in (2, 3):  # as if it had gone on; a step takes a minute of the packaged policy on prompts of this size
+        made_up = folder / "checkpoints" / f"step={version:06d}"
+        shutil.copytree(folder / "checkpoints" / "step=000001", made_up)
+        state = json.loads((made_up / "state.json").read_text())
+        assert state["policy_version"] == 1
+        (made_up / "state.json").write_text(json.dumps(state | {"policy_version": version}))
+    return folder
+
+
+def test_a_training_step_leaves_trajectories_verdicts_citations_credits_and_an_archive(run_folder: Path) -> None:
+    trajectories = read_table(run_folder, "trajectories", [0]).to_pylist()
+    hard = sum(t["task_id"].startswith("mini3") for t in trajectories) // 2
+    assert Counter(t["termination"] for t in trajectories) == Counter({"submitted": 10 - hard, "gave_up": hard})
+    assert all(t["end_state"] for t in trajectories)
+    verdicts = read_table(run_folder, "verdicts", [0]).to_pylist()
+    assert Counter(v["score"] for v in verdicts) == {1: 5, -1: 5}
+    assert all(list(v["cited_steps"]) == [2] for v in verdicts)
+    credits = read_table(run_folder, "credits", [0]).to_pylist()
+    assert len(credits) == 10
+    calls = read_calls(run_folder, [0])
+    assert {c["phase"] for c in calls} == {"propose_task", "propose_rollout", "merge", "score", "attribute"}
+    for call in calls:  # the environment's caveats reach every judge prompt
+        assert "does not end the episode" in " ".join(content for _, content in call["messages"]), call["phase"]
+    assert replay.main([str(run_folder)]) == 0  # rewards and credits follow from the archive, to the bit
+    success = list(csv.DictReader((run_folder / "train_success.csv").read_text().splitlines()))
+    assert Counter((row["sample"], row["success"]) for row in success) == {("0", "1"): 5, ("1", "0"): 5}
+    assert "sk-canary" not in "".join(f.read_text() for f in run_folder.glob("*.*") if f.suffix != ".html")
+
+
+def test_the_last_three_epoch_ends_are_evaluated_on_both_splits(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: of three runs of a task the even two succeed, the odd one from version level + 1 on."""
+    import evaluate
+
+    evaluate.main([
+        f"run={run_folder}", "env=appworld", "split=test_normal,test_challenge", "n=3", "checkpoints=last3",
+        "prices=1,0.1,4",
+    ])  # fmt: skip
+    printed = " ".join(capsys.readouterr().out.split())
+    board = json.loads((run_folder / "evaluations" / "leaderboard.json").read_text())
+    for split in ("test_normal", "test_challenge"):
+        one = json.loads((run_folder / "evaluations" / f"{split}-step=000002-n3.json").read_text())
+        assert one["tgc_pass_hat"] == pytest.approx([7 / 9, 5 / 9, 3 / 9])
+        assert one["scaffold"].startswith("draco's own code agent")
+        found = json.loads((run_folder / "evaluations" / f"{split}-last3-n3.json").read_text())
+        assert found["checkpoints"] == ["step=000001", "step=000002", "step=000003"]
+        for name in ("tgc", "sgc"):  # 6/9, 7/9, 8/9; a scenario's three tasks go together
+            assert found[name] == pytest.approx({"mean": 7 / 9, "std": 1 / 9})
+            assert found[f"{name}_pass_hat"][2] == pytest.approx({"mean": 1 / 3, "std": 1 / 3})
+            levels = found[f"{name}_by_difficulty"]
+            assert [levels[k]["mean"] for k in "123"] == pytest.approx([8 / 9, 7 / 9, 2 / 3])
+            assert levels["3"]["std"] == pytest.approx(0.0)
+        assert found["terminations"]["gave_up"] == pytest.approx({"mean": 1 / 9, "std": 0.0})
+        assert found["turns"] == {"mean": 3.0, "std": 0.0}
+        assert found["cost_usd"]["mean"] > 0
+        assert found["input_tokens"]["mean"] > found["step_tokens"]["mean"] > 0
+        assert board[split]["all"] == {
+            "task_goal_completion": 77.8, "scenario_goal_completion": 77.8, "interactions": 1.89,
+        }  # fmt: skip
+        assert board[split].keys() == {"all", "level 1", "level 2", "level 3"}
+        assert f"{split}, mean ± std over 3 checkpoints (step=000001, step=000002, step=000003)" in printed
+    assert "77.8% ± 11.1%" in printed
+    assert "TGC by difficulty level 1: 88.9% ± 19.2% level 2: 77.8% ± 19.2% level 3: 66.7% ± 0.0%" in printed
+    assert "gave_up 11.1% ± 0.0%" in printed
+    assert "agent: draco's own code agent" in printed
+    table = next(t for t in all_tables([open_run(run_folder)]) if t.name == "T4_success_std")
+    row = dict(zip(table.columns, next(r for r in table.rows if r[0] == "dynamic+step"), strict=True))
+    assert row["test_normal TGC p1"] == "77.8 ± 11.1"
+    assert any("draco's own code agent" in note for note in table.notes)
+
+
+def test_a_policy_that_is_too_small_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
+    options = ("rubric=random", "credit=uniform", "eval.tasks=1", "tasks_per_step=1", f"run={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=r"may take 16\d+ tokens .*policy\.tiny was made for 2048; set"):
+        train(*OPTIONS, *options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_split_is_refused_before_anything_is_evaluated(run_folder: Path, tmp_path: Path) -> None:
+    import evaluate
+
+    with pytest.raises(ConfigError, match="no split 'test_hard'; expected one of dev, test_challenge"):
+        evaluate.main([f"run={run_folder}", "split=dev,test_hard", "tasks=1", f"out={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_any_model_behind_an_api_plays_on_the_same_harness(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A row of Table 8: two of three scenarios, three turns, the cost of a pass by the provider's counts."""
+    import evaluate
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
+    opened: list[str] = []
+
+    def agent(n: int, body: dict[str, Any]) -> tuple[int, str]:
+        if len(body["messages"]) == 1:
+            return 200, "ready"
+        opened.append(body["messages"][0]["content"])
+        asked = body["messages"][1]["content"].split("Task: ")[1]
+        who = body["messages"][1]["content"].split("supervisor, ")[1].split(" (")[0]
+        task_id = next(
+            s["id"] for s in mini.scenarios()
+            if s["instruction"] == asked and " ".join(s["supervisor"][:2]) == who
+        )  # fmt: skip
+        sample = int(task_id == "mini2bb_2")  # completes this one without doing it
+        return 200, script(task_id, sample)[sum(m["role"] == "assistant" for m in body["messages"])] + "and more"
+
+    server.says = agent
+    evaluate.main([
+        "policy=litellm", "model=openai/gpt-4o-mini", f"api_base={server.base}",
+        "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "env.thinking=true", "split=test_normal",
+        f"out={tmp_path}", "prices=2,0.5,8",
+    ])  # fmt: skip
+    found = json.loads((tmp_path / "test_normal-api-n1.json").read_text())
+    assert [r["error"] for r in found["records"]] == [""] * 9
+    assert (found["agent"], found["quarantined"], found["unevaluated"]) == ("openai/gpt-4o-mini", 0, 0)
+    assert (found["tgc"], found["sgc"]) == (pytest.approx(8 / 9), pytest.approx(2 / 3))
+    assert found["terminations"] == {"submitted": 1.0}
+    assert (found["turns"], found["interactions"]) == (3.0, 2.0)
+    # The server counts 100 tokens read and 7 written a turn: 100 at first, 200 again, 21 written.
+    assert found["cost_usd"] == pytest.approx(9 * (100 * 2 + 200 * 0.5 + 21 * 8) / 1e6)
+    assert all("think first" in text for text in opened)  # the prompt for thinking, as env.thinking=true says
+    assert "sk-canary" not in json.dumps(found)
+    assert "openai/gpt-4o-mini" in capsys.readouterr().out
+    table = next(t for t in all_tables([open_run(tmp_path)]) if t.name == "T8_models")
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["model"], row["turns"]) == ("openai/gpt-4o-mini", 3.0)
+    assert (row["TGC"], row["SGC"]) == (pytest.approx(8 / 9), pytest.approx(2 / 3))
+    assert row["cost of one pass (USD)"] == pytest.approx(found["cost_usd"])

@@ -1,0 +1,138 @@
+"""A run of two steps, small enough to count by hand, written by the real writers. Texts are hostile.
+
+Step 0 has one group of three rollouts, three steps each of 2, 4 and 2 tokens (the third: one step of 3)::
+
+                      rollout 0    rollout 1    rollout 2
+    A  kept           + cites 1    − cites 2    0
+    B  kept           + cites 1,2  + cites 1,2  − cites 1
+    C  dropped        +            +            +
+    R                 1            0            −1
+
+Step 1 has one group whose rewards are alike: criterion A fails everybody, at step 1. Its third rollout was lost.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from callbacks.credit.step import StepLevelCredit
+from draco.core.types import (
+    Credit,
+    Criterion,
+    Failure,
+    Group,
+    Judgement,
+    Message,
+    Step,
+    Task,
+    Termination,
+    Trajectory,
+    Verdict,
+)  # fmt: skip
+from draco.judge.records import CallRecord
+from draco.judge.rewards import dropout, rewards
+from draco.run.archive import write_step
+
+HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e{{data}}'
+SCORES = {0: [[1, -1, 0], [1, 1, -1], [1, 1, 1]], 1: [[-1, -1]]}
+CITED: dict[int, list[list[tuple[int, ...]]]] = {
+    0: [[(1,), (2,), ()], [(1, 2), (1, 2), (1,)], [(), (), ()]],
+    1: [[(1,), (1,)]],
+}
+
+
+def trajectory(task: Task, sample: int, lengths: tuple[int, ...], end: Termination) -> Trajectory:
+    """A rollout whose steps have so many tokens; two prompt tokens before."""
+    steps, ids, step_of = [], [0, 0], [-1, -1]
+    for j, n in enumerate(lengths):
+        steps.append(Step(j + 1, (len(ids), len(ids) + n), f"act {j + 1} {HOSTILE}", f"seen {HOSTILE}", j + 1))
+        ids += [5 + j] * n
+        step_of += [j] * n
+    messages = (Message("system", "be good"), Message("user", f"do {HOSTILE}"), Message("assistant", "act"))
+    return Trajectory(
+        task, sample, messages, tuple(ids), tuple(step_of), (-0.5,) * len(ids), tuple(steps), end, 2, 0, 7
+    )  # fmt: skip
+
+
+def credit_of(step: int, trajectories: tuple[Trajectory, ...], lost: tuple[Failure, ...] = ()) -> Credit:
+    """What training would have made of the scores above."""
+    scores = torch.tensor(SCORES[step])
+    kept = dropout(scores)
+    verdicts = tuple(
+        tuple(Verdict(s, c, f"because {HOSTILE}") for s, c in zip(*row, strict=True))
+        for row in zip(SCORES[step], CITED[step], strict=True)
+    )
+    criteria = tuple(Criterion(f"criterion {name} {HOSTILE}", "text", "how") for name in "ABC"[: len(verdicts)])
+    group = Group(trajectories[0].task, trajectories, 0, step)
+    made = tuple(rewards(scores, kept).tolist())
+    judgement = Judgement(group, criteria, verdicts, tuple((~kept).tolist()), made, lost)
+    return StepLevelCredit().assign_one(judgement)
+
+
+def call(step: int, phase: str, sample: int, reply: str, usd: float | None = 0.25) -> CallRecord:
+    """One judge call."""
+    return CallRecord(
+        phase=phase, task_id=f"task{step}", sample=sample, step=step, model="judge/one", served_model="",
+        fingerprint="",
+        prompt_version="v", prompt_hash=f"{phase}{sample}", temperature=0.1, attempt=1, outcome="ok", error="",
+        tokens_in=100, tokens_out=10, tokens_cached=0, cost_usd=usd, latency_s=0.5,
+        messages=(("system", "you judge"), ("user", "[step 1] action:\nx\n")), reply=reply,
+    )  # fmt: skip
+
+
+def score_reply(*scores: int) -> str:
+    """A reply of the score phase."""
+    verdicts = [{"title": f"t{i}", "evidence": "", "justification": "", "score": s} for i, s in enumerate(scores)]
+    return json.dumps({"verdicts": verdicts})
+
+
+def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: int = 0) -> Path:
+    """The run folder."""
+    path.mkdir(parents=True, exist_ok=True)
+    submitted, cut = Termination.SUBMITTED, Termination.LENGTH_LIMIT
+    tasks = [Task(f"task{s}", "do it", "train", f"s{s}") for s in (0, 1)]
+    first = (
+        trajectory(tasks[0], 0, (2, 4, 2), submitted), trajectory(tasks[0], 1, (2, 4, 2), submitted),
+        trajectory(tasks[0], 2, (3,), cut),
+    )  # fmt: skip
+    second = (trajectory(tasks[1], 0, (2, 2), submitted), trajectory(tasks[1], 1, (2, 2), submitted))
+    lost = trajectory(tasks[1], 2, (1,), Termination.ENVIRONMENT_ERROR)
+    calls = [
+        call(0, "score", 0, score_reply(1, 1)),
+        call(0, "score", 1, score_reply(-1, 1)),
+        call(0, "attribute", 0, "{}", 0.5),
+    ]
+    write_step(path, 0, [Group(tasks[0], first, 0, 0)], [credit_of(0, first)], calls)
+    failure = (Failure(2, "rollout", "environment_error"),)
+    write_step(path, 1, [Group(tasks[1], (*second, lost), 0, 1)], [credit_of(1, second, failure)],
+               [call(1, "score", 0, score_reply(-1), None)])  # fmt: skip
+    config = {
+        "steps": 2, "seed": seed, "env": {"name": "echo"}, "policy": {"path": "pkg://draco.policy.tiny"},
+        "judge": {"_target_": "draco.judge.client.JudgeClient", "model": "judge/one"},
+        "rubric": {"name": rubric, "stage": {"attribution_overrides": "ignore"}},
+        "credit": {"name": credit, "stage": {"_target_": "callbacks.credit.step.StepLevelCredit"}},
+    }  # fmt: skip
+    (path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    (path / "metrics.csv").write_text("step,reward/mean,update/loss\n1,0.0,0.5\n2,-1.0,0.25\n", encoding="utf-8")
+    (path / "train_success.csv").write_text(
+        "step,task_id,sample,success,termination,error\n0,task0,0,1,submitted,\n0,task0,1,0,submitted,\n"
+        "0,task0,2,,length_limit,evaluator failed\n1,task1,0,1,submitted,\n1,task1,1,1,submitted,\n", encoding="utf-8",
+    )  # fmt: skip
+    for name, good in (("before", (0, 0)), ("after", (1, 2))):
+        (path / f"evaluation_{name}.json").write_text(json.dumps(evaluation(good)), encoding="utf-8")
+    (path / "summary.json").write_text(
+        json.dumps({"setting": f"{rubric}+{credit}", "judge_cost_usd": None}), encoding="utf-8"
+    )
+    return path
+
+
+def evaluation(good: tuple[int, int], cost: float | None = None) -> dict[str, object]:
+    """Two tasks of one scenario, n = 2, with so many successes each."""
+    from draco.env.records import EvalRecord
+    from draco.env.success import summarise
+
+    records = [EvalRecord(f"e{t}", "s", t + 1, i, i < good[t], "submitted", 3 + t, 10) for t in (0, 1) for i in (0, 1)]
+    return {"split": "test_normal", **summarise(records), "cost_usd": cost, "records": [r.as_dict() for r in records]}

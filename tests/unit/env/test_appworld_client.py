@@ -1,0 +1,653 @@
+"""AppWorld without AppWorld: protocol faults against a pretending server, the guard, prompts, roots, configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from support.configuration import configuration
+from support.templates import template
+from transformers import AutoTokenizer
+
+from draco.core.errors import ConfigError, EnvironmentFault
+from draco.core.types import Task, Termination
+from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
+from draco.env.appworld.client import ForkServer, ServerOptions
+from draco.env.appworld.environment import pack_state, unpack_state
+from draco.env.appworld.faults import (
+    AppWorldFault,
+    EngineFailed,
+    PoolBusy,
+    ProtocolBroken,
+    StartFailed,
+    TooSlow,
+    UnknownEpisode,
+    UnknownTask,
+    WorkerDied,
+)  # fmt: skip
+from draco.env.appworld.inside import guard, roots
+from draco.env.appworld.inside import server as inside
+from draco.env.appworld.pool import Pool
+from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
+from draco.env.base import CODE
+from draco.policy.chat import ChatFormat
+from draco.policy.policy import Policy
+from draco.rollout.engines.base import at_a_time
+from draco.rollout.engines.transformers import TransformersEngine
+from draco.rollout.rollout import Limits, Rollout
+from draco.run.train import build
+from draco.update.options import LossOptions
+
+FAKE = str(Path(__file__).parent / "appworld_fake.py")
+INSIDE = Path(roots.__file__).parent
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two data roots with one task."""
+    source = tmp_path / "source"
+    for folder in ("tasks/s1_1/ground_truth", "datasets", "base_dbs", "api_docs"):
+        (source / "data" / folder).mkdir(parents=True)
+    who = {"first_name": "Nora", "last_name": "Quill", "email": "n@example.com", "phone_number": "555"}
+    specs = {"instruction": "Count my notes.", "supervisor": who, "datetime": "2023-05-18T12:00:00"}
+    (source / "data/tasks/s1_1/specs.json").write_text(json.dumps(specs))
+    (source / "data/tasks/s1_1/ground_truth/answer.json").write_text('"canary-answer"')
+    (source / "data/tasks/s1_1/ground_truth/metadata.json").write_text('{"difficulty": 3}')
+    (source / "data/datasets/train.txt").write_text("s1_1\n")
+    assert roots.build(source, tmp_path / "aw") == {"train": 1}
+    return tmp_path / "aw"
+
+
+@pytest.fixture
+def environment(data: Path) -> Iterator[AppWorldEnvironment]:
+    environment = AppWorldEnvironment(sys.executable, str(data), server=FAKE, places=2, queue_s=0.1)
+    yield environment
+    environment.close()
+
+
+def options(**more: Any) -> ServerOptions:
+    return replace(ServerOptions(sys.executable, "/tmp", "rollout", server=FAKE), **more)
+
+
+def with_pool(body: Callable[[Pool], Awaitable[Any]], **more: Any) -> Any:
+    async def run() -> Any:
+        pool = Pool(options(), **more)
+        try:
+            return await body(pool)
+        finally:
+            await pool.stop()
+
+    return asyncio.run(run())
+
+
+# --- faults: the agent's become observations, the others are typed ---
+
+
+@pytest.mark.parametrize(
+    ("code", "mistake", "words"),
+    [
+        ("slow", "deadline", "ran longer than 90 s and was stopped for good"),
+        ("die SIGSEGV", "crashed", "ended its own process (SIGSEGV)"),
+        ("die SIGXCPU", "crashed", "SIGXCPU"),
+    ],
+)
+def test_what_the_agent_does_to_its_process_is_an_observation(code: str, mistake: str, words: str) -> None:
+    async def body(pool: Pool) -> None:
+        slot = await pool.open("s1_1")
+        await pool.execute(slot, "complete")
+        done = await pool.execute(slot, code)
+        assert (done.mistake, done.over, done.completed) == (mistake, True, True)
+        assert words in done.output
+        await pool.close(slot)
+
+    with_pool(body)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("die SIGKILL", WorkerDied), ("engine", EngineFailed), ("garbage", ProtocolBroken), ("hangup", WorkerDied)],
+)
+def test_what_it_does_not_do_is_a_typed_fault(code: str, error: type[AppWorldFault]) -> None:
+    async def body(pool: Pool) -> None:
+        slot = await pool.open("s1_1")
+        with pytest.raises(error):
+            await pool.execute(slot, code)
+        await pool.close(slot)
+        assert pool.live == 0
+        slot = await pool.open("s1_1")  # the pool goes on, with a new server where the old one hung up
+        assert (await pool.execute(slot, "ok 1")).output == "ran 1"
+        assert pool.restarts == (code == "hangup")
+
+    with_pool(body)
+    assert issubclass(error, EnvironmentFault)
+
+
+@pytest.mark.parametrize(("task", "error"), [("nothere_1", UnknownTask), ("slow_1", TooSlow)])
+def test_a_task_that_cannot_be_opened_gives_its_place_back(task: str, error: type[AppWorldFault]) -> None:
+    async def body(pool: Pool) -> None:
+        for _ in range(3):
+            with pytest.raises(error):
+                await pool.open(task)
+        await pool.open("s1_1")
+        assert pool.live == 1
+
+    with_pool(body, places=1)
+
+
+def skipping(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Awaitable[None]]:
+    """Lets seconds pass on the running loop's clock at once; what is due by then has been done when it returns."""
+    loop, skipped = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + skipped)
+
+    async def skip(seconds: float) -> None:
+        nonlocal skipped
+        skipped += seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    return skip
+
+
+def test_back_pressure_waits_in_order_and_gives_up_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pool: Pool) -> None:
+        skip = skipping(monkeypatch)
+        first = await pool.open("s1_1")
+        waiting = [asyncio.create_task(pool.open("s1_1")) for _ in range(2)]
+        await skip(0)
+        await skip(900)
+        assert not any(w.done() for w in waiting)
+        await pool.close(first)
+        await pool.close(first)  # twice is once
+        second = await waiting[0]
+        await skip(900)  # that end started the clock anew
+        assert not waiting[1].done()
+        await skip(101)
+        with pytest.raises(PoolBusy, match=r"1 episodes are open; raise env\.environment\.places"):
+            await waiting[1]
+        with pytest.raises(UnknownEpisode):
+            await pool.execute(first, "ok")
+        await pool.close(second)
+        assert pool.live == 0
+
+    with_pool(body, places=1, queue_s=1000)
+
+
+def test_a_queue_that_moves_is_waited_for_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pool: Pool) -> None:
+        skip = skipping(monkeypatch)
+
+        async def one() -> None:
+            slot = await pool.open("s1_1")
+            await skip(400)
+            await pool.close(slot)
+
+        await asyncio.gather(*(one() for _ in range(20)))  # the last waits for more than 7000 s
+
+    with_pool(body, places=2, queue_s=1000)
+
+
+def test_the_engine_has_no_more_episodes_on_their_way_than_places(
+    environment: AppWorldEnvironment, policy: Policy
+) -> None:
+    (task,) = environment.tasks("train")
+    limits = Limits(max_turns=1, max_response_tokens=4)
+    rows = [
+        Rollout(environment.open(task, seed=i), policy.chat, limits, task=task, sample=i, seed=i, policy_version=0)
+        for i in range(7)
+    ]
+    assert at_a_time(rows, 5) == 2
+    assert at_a_time(rows, 1) == 1
+    stream = TransformersEngine().run(policy, rows, temperature=1.0)
+    next(stream)
+    assert sum(r._started is not None for r in rows) == 2
+    assert len(list(stream)) == 6
+
+
+def test_one_dead_server_takes_no_other_with_it() -> None:
+    async def body(pool: Pool) -> None:
+        a, b = await pool.open("s1_1"), await pool.open("s1_1")
+        assert a.server is not b.server
+        with pytest.raises(WorkerDied):
+            await pool.execute(a, "hangup")
+        assert (await pool.execute(b, "ok b")).output == "ran b"
+
+    with_pool(body, servers=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"python": "/no/such/python"}, "could not be started"),
+        ({"max_output": 1}, "no appworld here"),
+        ({"server": str(Path(FAKE).parent / "none.py")}, "did not start"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why(change: dict[str, Any], words: str) -> None:
+    async def run() -> None:
+        server = ForkServer(options(**change))
+        with pytest.raises(StartFailed, match=words):
+            await server.start()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_worker_inherits_no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-canary")
+    spy = tmp_path / "spy.py"
+    spy.write_text("import os, sys\nsys.exit('ENV ' + ' '.join(sorted(os.environ)))")
+
+    async def run() -> None:
+        with pytest.raises(StartFailed) as caught:
+            await ForkServer(options(server=str(spy))).start()
+        assert "APPWORLD_ROOT" in str(caught.value)
+        assert "OPENAI_API_KEY" not in str(caught.value)
+
+    asyncio.run(run())
+
+
+# --- as an environment ---
+
+
+def played(environment: AppWorldEnvironment, chat: ChatFormat, turns: list[str], **limits: Any) -> Rollout:
+    from support.echo import rollout_of
+
+    (task,) = environment.tasks("train")
+    return rollout_of(chat, turns, limits=Limits(**limits), episode=environment.open(task, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("turns", "termination"),
+    [
+        (["<code>ok 1</code>", "<code>complete</code>", "Done."], Termination.SUBMITTED),
+        (["<code>fail</code>", "It cannot be done."], Termination.GAVE_UP),
+        (["I would rather not.", "No."], Termination.GAVE_UP),
+        (["<code>slow</code>"], Termination.GAVE_UP),
+        (["<code>die SIGKILL</code>"], Termination.ENVIRONMENT_ERROR),
+        (["<code>engine</code>"], Termination.ENVIRONMENT_ERROR),
+        (["<code>complete</code>", "<code>ok 2</code>"], Termination.TURN_LIMIT),
+    ],
+)
+def test_terminations(
+    environment: AppWorldEnvironment, chat: ChatFormat, turns: list[str], termination: Termination
+) -> None:
+    rollout = played(environment, chat, turns, max_turns=max(len(turns), 2))
+    assert rollout.termination == termination
+    assert environment._pool is None or environment._pool.live == 0
+    trajectory = rollout.trajectory()
+    if not termination.quarantined:
+        assert unpack_state(trajectory.end_state)["task"] == "s1_1"
+
+
+def test_an_episode_without_actions_needs_no_process(environment: AppWorldEnvironment) -> None:
+    (task,) = environment.tasks("train")
+    episodes = [environment.open(task, seed=i) for i in range(50)]  # more than places
+    states = [unpack_state(e.end_state()) for e in episodes]
+    for episode in episodes:
+        episode.close()
+    assert states[0] == {"task": "s1_1", "dbs": {"changes": {}, "hashes": None}}
+    assert environment._pool is None
+
+
+def test_tasks_say_what_is_asked_and_no_answer(environment: AppWorldEnvironment, data: Path) -> None:
+    (task,) = environment.tasks("train")
+    assert (task.scenario_id, task.difficulty, task.instruction) == ("s1", 3, "Count my notes.")
+    assert not list((data / "rollout").rglob("ground_truth"))
+    assert "canary-answer" not in repr(task)
+    assert (data / "full").stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigError, match="no split 'dev'; expected one of train"):
+        environment.tasks("dev")
+    index = data / "rollout" / "data" / "draco_tasks.json"
+    known = index.read_text()
+    index.write_text("{}")
+    try:
+        assert [t.difficulty for t in environment.tasks("train")] == [0]  # unknown, which is not level 1
+    finally:
+        index.write_text(known)
+
+
+def test_evaluating_checks_whose_end_state_it_is(data: Path) -> None:
+    evaluator = AppWorldEvaluator(sys.executable, str(data), server=FAKE)
+    task = Task("s1_1", "", "train", "s1")
+    assert evaluator.evaluate(task, pack_state({"task": "s1_1", "dbs": {}})).success is True
+    with pytest.raises(ValueError, match="of task 's2_1', not of 's1_1'"):
+        evaluator.evaluate(task, pack_state({"task": "s2_1", "dbs": {}}))
+    with pytest.raises(ValueError, match="no end state of AppWorld"):
+        evaluator.evaluate(task, "nonsense")
+    evaluator.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": "/nowhere"}, "no AppWorld data there; run scripts/setup_appworld.sh"),
+        ({"isolation": "none"}, "expected strict or auto"),
+        ({"soft_s": 100}, "must be more than env.soft_s"),
+        ({"places": 0}, "places ≥ 1"),
+        ({"python": "/no/such/python"}, "no interpreter there; run scripts/setup_appworld.sh"),
+    ],
+)
+def test_bad_options_are_named_at_once(data: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        AppWorldEnvironment(**{"python": sys.executable, "data": str(data), **change})
+
+
+def test_a_server_that_does_not_start_is_refused_before_the_run(data: Path) -> None:
+    broken = AppWorldEnvironment(sys.executable, str(data), server=str(Path(FAKE).parent / "none.py"))
+    with pytest.raises(ConfigError, match=r"cannot open task s1_1 with env\.python=.*did not start") as caught:
+        broken.check()
+    assert "\n" not in str(caught.value)
+    works = AppWorldEnvironment(sys.executable, str(data), server=FAKE)
+    works.check()
+    assert works._pool is not None
+    assert works._pool.live == 0
+    works.close()
+
+
+def test_a_root_without_answers_is_refused_by_the_evaluator(data: Path) -> None:
+    shutil.rmtree(data / "full")
+    AppWorldEnvironment(sys.executable, str(data))
+    with pytest.raises(ConfigError, match="holds no tasks/, which the evaluator needs"):
+        AppWorldEvaluator(sys.executable, str(data))
+
+
+def test_a_machine_without_a_cage_is_refused_at_once(
+    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("draco.env.appworld.inside.cage.available", lambda: ["limits", "seccomp"])
+    with pytest.raises(ConfigError, match=r"has no landlock, .* env\.isolation=auto"):
+        AppWorldEnvironment(sys.executable, str(data))
+    AppWorldEnvironment(sys.executable, str(data), isolation="auto")
+    assert "without landlock" in caplog.text
+
+
+def test_an_opening_that_is_cancelled_leaves_no_episode_behind() -> None:
+    async def body(pool: Pool) -> None:
+        first = await pool.open("s1_1")
+        opening = asyncio.create_task(pool.open("silent_1"))
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await asyncio.gather(*pool._tidying)
+        assert (await first.server.request("ping"))["children"] == 1
+        assert pool.live == 1
+
+    with_pool(body)
+
+
+def test_a_process_that_is_closed_in_the_round_in_which_it_speaks_is_not_heard(tmp_path: Path) -> None:
+    """Both messages lie there before the server looks: the first ends the process that sent the second."""
+    (ours, theirs), (process, its) = socket.socketpair(), socket.socketpair()
+    with ours, its:
+        ours.sendall(b'{"id": 1, "op": "close", "experiment": "e1"}\n')
+        its.sendall(b'{"ok": {}}\n')
+        server = inside.Server(theirs, {"role": "rollout", "root": str(tmp_path / "root"), "outputs": str(tmp_path)})
+        pid = os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
+        server.children["e1"] = child = inside.Child(pid, process, "e1", "s1_1")
+        server.selector.register(process, selectors.EVENT_READ, child)
+        ours.shutdown(socket.SHUT_WR)
+        server.run()
+        server.selector.close()
+        theirs.close()
+        assert ours.recv(1000) == b'{"id": 1, "ok": {"closed": "e1"}}\n'
+    with pytest.raises(ChildProcessError):  # it has ended and was waited for
+        os.waitpid(pid, 0)
+
+
+def test_roots_refuse_what_appworld_cannot_use(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory"):
+        roots.build(tmp_path, tmp_path / "memory" / "x")
+    with pytest.raises(FileNotFoundError, match="holds no tasks/"):
+        roots.build(tmp_path, tmp_path / "x")
+
+
+# --- the guard: words for the agent ---
+
+REFUSED = r"""
+import os
+import appworld
+import pathlib
+from pathlib import Path
+import socket
+import subprocess
+import sys
+import json.codecs
+from json import codecs
+from random import _os
+import builtins
+__import__("os")
+open("data/tasks")
+eval("1")
+exec("1")
+print(globals())
+().__class__.__base__.__subclasses__()
+apis.venmo.login.__closure__
+json.codecs.open("x")
+random._os.listdir(".")
+uuid.os.listdir(".")
+getattr(json, "cod" + "ecs")
+g = getattr; g(json, "codecs")
+list(map(getattr, [json], ["codecs"]))
+getattr(json, "__dict__")
+requester.request("admin", "x")
+ApiCollection.load()
+get_ipython().system("ls")
+(lambda: 0).__code__
+match json:\n  case object(__class__=c): pass
+f"{json.__loader__}"
+def apis(): pass
+operator.attrgetter("__class__")(json)
+global __builtins__
+try:\n  1/0\nexcept Exception as e:\n  e.__traceback__.tb_frame.f_globals
+""".strip().splitlines()
+ALLOWED = r"""
+print(apis.supervisor.show_profile())
+import json, re, datetime
+from collections import Counter, defaultdict
+from datetime import datetime, timedelta
+class A:\n  def __init__(self): self.x = 1
+print(type(3).__name__)
+getattr(json, "dumps")({})
+x = {"open": 1}; x["open"]
+def f(:
+from collections.abc import Iterator
+re.compile("x").findall("xx")
+pendulum.now().add(days=1)
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_refused(code: str) -> None:
+    assert guard.refusal(code.replace("\\n", "\n")), code
+
+
+@pytest.mark.parametrize("code", ALLOWED)
+def test_allowed(code: str) -> None:
+    assert guard.refusal(code.replace("\\n", "\n")) == ""
+
+
+@given(st.text())
+def test_the_guard_answers_whatever_it_is_given(code: str) -> None:
+    assert isinstance(guard.refusal(code), str)
+
+
+def test_the_guard_survives_monsters() -> None:
+    for code in ("(" * 100_000, "-" * 100_000 + "1", "x" + ".a" * 50_000, "[" * 5000 + "]" * 5000):
+        assert isinstance(guard.refusal(code), str)
+
+
+# --- prompt ---
+
+
+@given(st.lists(st.text(alphabet="ab \u00e9\u4e2d1", max_size=60), max_size=80), st.integers(60, 200))
+def test_a_cut_observation_keeps_whole_lines_and_the_limit(lines: list[str], limit: int) -> None:
+    text, count = "\n".join(lines), TokenCounter()
+    shown = cut(text, limit, count)
+    if count(text) <= limit:
+        assert shown == text
+        return
+    assert count(shown) <= limit
+    *kept, note = shown.split("\n")
+    assert note.startswith("[output cut here: ")
+    assert text.startswith("\n".join(kept))
+
+
+def test_one_endless_line_is_cut_inside() -> None:
+    shown = cut("x" * 10**6, 100, TokenCounter())
+    assert shown.endswith("[output cut here: 0 of 1 lines shown, limit 100 tokens]")
+    assert len(shown) < 1000
+
+
+def test_tokens_are_the_policys(policy: Policy) -> None:
+    count = TokenCounter("pkg://draco.policy.tiny")
+    assert count("read all pages") == len(policy.tokenizer("read all pages", add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_prompt_says_how_and_fits(environment: AppWorldEnvironment, thinking: bool) -> None:
+    (task,) = environment.tasks("train")
+    system, user = opening(task, thinking=thinking)
+    assert ("think first" in system.content) is thinking
+    assert "{how}" not in system.content
+    for needed in ("<code>", "api_docs", "supervisor", "complete_task"):
+        assert needed in system.content
+    for fact in ("Nora Quill", "n@example.com", "555", "2023-05-18 12:00:00", "Count my notes."):
+        assert fact in user.content
+    assert TokenCounter()(system.content) + TokenCounter()(user.content) < 4096
+
+
+def test_judges_are_told_about_the_environment(environment: AppWorldEnvironment) -> None:
+    text = " ".join(environment.caveats)
+    assert environment.caveats == CAVEATS
+    for needed in ("does not end the episode", "short closing turn", "<code>"):
+        assert needed in text
+
+
+# --- configurations and scripts ---
+
+
+EXPERIMENTS = ("appworld_qwen36_27b", "appworld_qwen25_32b")
+#: method §6, the paper's Table 10: every value by the name of its option
+TABLE_10: dict[str, Any] = {
+    "advantage.normalize": True, "advantage.std": "sample", "advantage.epsilon": 1e-6,
+    "loss.kl_coef": 0.01, "loss.clip_low": 0.2, "loss.clip_high": 0.2, "loss.dual_clip": 3.0,
+    "loss.aggregation": "token_mean", "loss.zero_signal": "keep", "loss.tis_cap": None, "policy.reference": "base",
+    "tasks_per_step": 16, "group_size": 6, "update.updates_per_batch": 1,
+    "optimizer._target_": "torch.optim.AdamW", "lr": 5e-5, "optimizer.lr": 5e-5, "lr_decay_steps": 0,
+    "update.decay_steps": 0, "optimizer.weight_decay": 0.01, "update.grad_clip": 1.0,
+    "policy.rank": 16, "policy.alpha": 32, "policy.targets": "all-linear", "policy.dropout": 0.0,
+    "temperature": 1.0, "limits.max_turns": 50, "limits.max_prompt_tokens": 4096, "limits.max_response_tokens": 24576,
+    "limits.max_turn_tokens": 0, "limits.deadline_s": 0, "checkpoint.save_every": 1, "trainer.devices": 8,
+    "trainer.strategy._target_": "draco.policy.sharding.ShardedStrategy",
+    "engine._target_": "draco.rollout.engines.vllm.VllmEngine",
+    "judge.model": "openai/gpt-5.4", "judge.temperature": 0.1, "judge.plan": "paper", "env.name": "appworld",
+    "env.train_split": "train", "env.step": "turn", "env.environment.observation_tokens": 3000,
+    "eval.split": "test_normal", "eval.temperature": 1.0,
+}  # fmt: skip
+OF_ONE: dict[str, dict[str, Any]] = {
+    "appworld_qwen36_27b": {
+        "policy.path": "Qwen/Qwen3.6-27B", "steps": 100, "env.thinking": True,
+        "policy.template_kwargs": {"enable_thinking": True, "preserve_thinking": True},
+    },
+    "appworld_qwen25_32b": {
+        "policy.path": "Qwen/Qwen2.5-32B-Instruct", "steps": 75, "env.thinking": False, "policy.template_kwargs": None,
+    },
+}  # fmt: skip
+SETTINGS = [
+    ("static", "uniform"), ("static", "step"), ("dynamic", "uniform"), ("dynamic", "step"), ("outcome", "uniform"),
+    ("random", "uniform"), ("self_judge", "step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(("rubric", "credit"), SETTINGS)
+def test_the_papers_runs_hold_table_10(experiment: str, rubric: str, credit: str, data: Path) -> None:
+    """Every value, whatever the setting; then the parts are built: only weights and servers are not there."""
+    here = (f"env.python={sys.executable}", f"env.data={data}", f"run={data.parent / 'run'}")
+    config = configuration(f"experiment={experiment}", f"rubric={rubric}", f"credit={credit}", *here)
+    for name, value in {**TABLE_10, **OF_ONE[experiment]}.items():
+        assert OmegaConf.select(config, name) == value, name
+    assert (config.rubric.name, config.credit.name) == (rubric, credit)
+    assert config.steps % (90 // config.tasks_per_step) == 0  # whole epochs of 90 tasks, the remainder dropped
+    if rubric == "static":
+        assert config.rubric.stage.criteria == "appworld"
+    if rubric == "self_judge":
+        assert (config.rubric.stage.k, config.rubric.stage.thinking) == (3, True)
+    parts = build(config, sharded=True)
+    assert parts.environment.name == "appworld"
+    assert parts.engine.sleep is True  # type: ignore[attr-defined]  # it shares the GPUs with the trainer
+    assert {f.name for f in fields(LossOptions)}.isdisjoint({"entropy_coef", "entropy"})  # bonus 0: there is none
+    parts.close()
+
+
+def test_the_settings_differ_in_reward_and_credit_alone() -> None:
+    def flat(*overrides: str) -> dict[str, Any]:
+        config = configuration("experiment=appworld_qwen36_27b", "run=x", *overrides)
+        resolved = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(resolved, dict)
+        return {str(k): v for k, v in resolved.items() if k not in ("rubric", "credit")}
+
+    base = flat()
+    for rubric, credit in SETTINGS:
+        assert flat(f"rubric={rubric}", f"credit={credit}") == base, (rubric, credit)
+
+
+def test_qwen36_thinks_and_keeps_what_it_thought() -> None:
+    """Its stock template takes past thinking out again, which is refused: the arguments prevent it."""
+    tokenizer = AutoTokenizer.from_pretrained(str(files("draco.policy") / "tiny"))
+    tokenizer.chat_template = template("qwen3_6")
+    for config in (configuration("experiment=appworld_qwen36_27b", "run=x"), configuration("policy=qwen36_27b")):
+        chat = ChatFormat(tokenizer, **config.policy.template_kwargs)
+        assert chat.opened  # the template opens <think> for the agent
+
+
+def test_desk_keeps_its_own_settings() -> None:
+    config = configuration("rubric=static", "run=x")
+    assert (config.rubric.stage.criteria, config.engine.env_threads) == ("desk", 0)
+
+
+def test_the_setup_script_explains_itself_and_refuses_nonsense(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "setup_appworld.sh"
+    said = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--data download" in said
+    assert "set -euo" not in said
+    wrong = subprocess.run([script, "--dta", "mini"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, "unknown argument --dta" in wrong.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("program", sorted(INSIDE.glob("*.py")))
+def test_what_runs_inside_appworld_imports_nothing_of_draco(program: Path) -> None:
+    assert "import draco" not in program.read_text()
+    assert "from draco" not in program.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "bodies"),
+    [
+        ("<think>maybe <code>a</code></think><code>b</code>", ["b"]),
+        ("maybe <code>a</code></think>\n\n<code>b</code>", ["b"]),  # the template had opened <think> already
+        ("no thought <code>a</code>", ["a"]),
+        ("<code>a</code> <think>then</think>", ["a"]),
+        ("<code>print('</think>')</code>", ["print('</think>')"]),
+    ],
+)
+def test_what_is_thought_is_not_run(text: str, bodies: list[str]) -> None:
+    spans = CODE.parse(text)
+    assert [s.body for s in spans] == bodies
+    assert all(text[s.start : s.stop] == f"<code>{s.body}</code>" for s in spans)

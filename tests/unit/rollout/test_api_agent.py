@@ -1,0 +1,322 @@
+"""Models behind an API as the agent: how episodes end, what faults become, against a server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import evaluate
+import pytest
+from support.echo import EchoEnvironment, EchoEpisode, EchoEvaluator, rollout_of
+from support.model_server import CANARY, Server, server  # noqa: F401 - a fixture
+
+from draco.core.errors import ConfigError
+from draco.core.types import Termination, Trajectory
+from draco.env.records import Usage, record_of
+from draco.policy.chat import ChatFormat
+from draco.rollout.rollout import Limits
+from draco.study.api_agent import ApiAgent
+from draco.study.ledger import Ledger
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", CANARY)
+
+
+def agent(server: Server, **more: Any) -> ApiAgent:  # noqa: F811
+    base = server.base
+    limits = Limits(
+        max_turns=more.pop("max_turns", 4),
+        max_response_tokens=more.pop("tokens", 10_000),
+        max_turn_tokens=more.pop("turn", 0),
+        deadline_s=more.pop("deadline_s", 0.0),
+    )
+    return ApiAgent("openai/gpt-4o-mini", limits, api_base=base, backoff_s=0.001, **more)
+
+
+def play(server: Server, **more: Any) -> Trajectory:  # noqa: F811
+    """One episode of the echoing environment, its tasks not over at completion."""
+    played, environment = agent(server, **more), EchoEnvironment(closes=False)
+    try:
+        (trajectory,) = played.play(environment, [(environment.tasks("train")[0], 0)])
+    finally:
+        played.close()
+    assert environment.opened[0].closed == 1
+    return trajectory
+
+
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses are listed, not made."""
+    slept: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float, *more: Any) -> None:
+        slept.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return slept
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "termination"),
+    [
+        (["<code>a</code>", "<code>done</code>", "That is all."], {}, Termination.SUBMITTED),
+        (["<code>fail</code> and what was not asked for", "Sorry."], {}, Termination.GAVE_UP),
+        (["I think.", "I still think."], {}, Termination.GAVE_UP),
+        (["I think.", "<code>done</code>", "Over."], {}, Termination.SUBMITTED),
+        (["", ""], {}, Termination.NO_ACTION),
+        (["<code>never closed", "<code>never closed"], {}, Termination.NO_ACTION),
+        (["<code>a</code>"] * 9, {"max_turns": 3}, Termination.TURN_LIMIT),
+        (["<code>a</code>"] * 9, {"tokens": 7}, Termination.LENGTH_LIMIT),  # the server says 7 a turn
+        (["<code>boom</code>"], {}, Termination.ENVIRONMENT_ERROR),
+    ],
+)
+def test_terminations(
+    server: Server,  # noqa: F811
+    turns: list[str],
+    more: dict[str, Any],
+    termination: Termination,
+) -> None:
+    server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    trajectory = play(server, **more)
+    assert trajectory.termination == termination
+    assert all("what was not asked for" not in m.content for m in trajectory.messages)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(
+    ("turns", "limits"),
+    [
+        (["<code>a</code>", "<code>done</code>", "That is all."], {}),  # closes with an action, or with a closing turn
+        (["I think.", "<code>a</code>", "<code>fail</code>", "Sorry."], {}),
+        (["", ""], {}),
+        (["<code>a</code>"] * 3, {"max_turns": 3}),
+        (["<code>a</code>", "<code>boom</code>"], {}),
+        (["<code>a</code>"], {"max_response_tokens": 7}),  # so many the server says; to the other it is less
+    ],
+)
+def test_turns_and_ends_are_counted_as_those_of_a_policy(
+    server: Server,  # noqa: F811
+    chat: ChatFormat,
+    turns: list[str],
+    limits: dict[str, Any],
+    closes: bool,
+) -> None:
+    """Tables show both side by side."""
+    budgets = Limits(**limits)
+    server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    environment = EchoEnvironment(closes=closes)
+    task = environment.tasks("train")[0]
+    base = server.base
+    played = ApiAgent("openai/gpt-4o-mini", budgets, api_base=base)
+    try:
+        (ours,) = played.play(environment, [(task, 0)])
+    finally:
+        played.close()
+    policy = rollout_of(chat, turns, limits=budgets, episode=EchoEpisode(task, closes=closes)).trajectory()
+
+    def counted(trajectory: Trajectory) -> tuple[Any, ...]:
+        record = record_of(trajectory, EchoEvaluator(), Usage(0, 0, 0))
+        steps = [(s.index, s.turn, s.observation) for s in trajectory.steps]
+        said = [(m.role, m.content * (m.role != "assistant")) for m in trajectory.messages]
+        return record.termination, record.turns, record.interactions, record.success, steps, said
+
+    assert counted(ours) == counted(policy)
+
+
+def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(server: Server) -> None:  # noqa: F811
+    server.says = lambda n, body: (503, "busy") if n < 3 else (200, "<code>done</code>" if n == 3 else "Over.")
+    assert play(server).termination == Termination.SUBMITTED
+    server.says = lambda n, body: (503, "busy")
+    lost = play(server, max_retries=1)
+    assert (lost.termination, CANARY in lost.error) == (Termination.ENGINE_ERROR, False)
+    server.says = lambda n, body: (401, f"no such key {CANARY}")
+    with pytest.raises(ConfigError, match=r"status 401.*check model=, its key") as caught:
+        play(server)
+    assert CANARY not in str(caught.value)
+
+
+def test_a_model_that_does_not_answer_is_one_line_before_any_episode(server: Server) -> None:  # noqa: F811
+    server.says = lambda n, body: (503, "busy")
+    with pytest.raises(ConfigError, match=r"status 503.*does not answer; check model= and api_base=") as caught:
+        agent(server, max_retries=1).check()
+    assert "\n" not in str(caught.value)
+    assert len(server.bodies) == 2
+
+
+def test_a_refused_prompt_ends_its_episode_and_is_not_asked_again(server: Server) -> None:  # noqa: F811
+    said = {"error": {"message": f"flagged by the content policy {CANARY}", "code": "content_policy_violation"}}
+    server.says = lambda n, body: (400, said) if n == 2 else (200, "<code>a</code>")
+    lost = play(server)
+    assert (lost.termination, len(server.bodies), len(lost.steps)) == (Termination.ENGINE_ERROR, 2, 1)
+    assert lost.error.startswith("refused: openai/gpt-4o-mini: ")
+    assert "flagged by the content policy" in lost.error
+    assert CANARY not in lost.error
+    server.says = lambda n, body: (404, said)
+    with pytest.raises(ConfigError, match=r"status 404.*; check model=") as caught:
+        agent(server).check()
+    assert CANARY not in str(caught.value)
+
+
+def test_the_pause_that_a_provider_asks_for_is_made(
+    server: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept = no_pauses(monkeypatch)
+    server.headers = {"Retry-After": "17"}
+    server.says = lambda n, body: (429, "slow down") if n == 1 else (200, "<code>done</code>" if n == 2 else "Over.")
+    assert play(server).termination == Termination.SUBMITTED
+    assert 17.0 in slept
+
+
+def test_a_turn_is_capped_where_the_model_writes_it(server: Server) -> None:  # noqa: F811
+    server.says = lambda n, body: (200, "Over.")
+    play(server, turn=96)
+    assert {body.get("max_tokens") for body in server.bodies} == {96}
+    server.bodies.clear()
+    play(server)
+    assert {body.get("max_tokens") for body in server.bodies} == {None}
+
+
+def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
+    server: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = threading.Event()
+
+    def hangs(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        free.wait(30)
+        return 200, "Over."
+
+    play(server)  # litellm loads
+    server.says = hangs
+    assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
+    free.set()
+    server.says = lambda n, body: (200, "<code>a</code>")
+    act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
+    monkeypatch.setattr("draco.study.api_agent.time", clock)
+    monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (ahead.append(600.0), act(self, actions))[1])
+    late = play(server, deadline_s=300.0)
+    assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
+
+
+def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
+    """Connections that were closed after the first split made every later episode a fault."""
+    server.says = lambda n, body: (200, "<code>done</code>")
+    played, environment = agent(server), EchoEnvironment()
+    for _ in range(2):
+        played.check()
+        for split in ("train", "test"):
+            found = list(played.play(environment, [(t, i) for t in environment.tasks(split) for i in range(2)]))
+            assert [t.termination for t in found] == [Termination.SUBMITTED] * 4
+        played.close()
+    usage = played.usage_of(found[0])
+    assert (found[0].task.split, usage.input_tokens, usage.cached_tokens, usage.output_tokens) == ("test", 100, 0, 7)
+    assert usage.cost_usd is not None
+
+
+def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F811
+    """Result of scripts/evaluate.py on the embedded environment."""
+    base = f"api_base={server.base}"
+    fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
+    evaluate.main([*fixed, *more])
+    n = next((m.removeprefix("n=") for m in more if m.startswith("n=")), "1")
+    tasks = next((m.removeprefix("tasks=") for m in more if m.startswith("tasks=")), "")
+    file = out / f"dev-api-n{n}{f'-first{tasks}' if tasks else ''}.json"
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def test_a_frontier_model_has_the_budgets_of_a_policy_and_not_those_of_the_toy(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """An observation of 3,000 tokens, as AppWorld cuts them, ended every episode as length_limit."""
+    turns = ["<code>print(1)</code>", "I give up.", "I give up."]
+    server.says = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
+    server.prompt_tokens = lambda body: 100 if len(body["messages"]) < 3 else 3200
+    found = script(server, tmp_path / "a", "tasks=2")
+    assert found["terminations"] == {"gave_up": 1.0}
+    assert found["limits"] == {
+        "max_turns": 50, "max_prompt_tokens": 4096, "max_response_tokens": 24576, "max_turn_tokens": 0, "deadline_s": 0,
+    }  # fmt: skip
+    found = script(server, tmp_path / "b", "tasks=2", "limits.max_response_tokens=320")
+    assert (found["terminations"], found["limits"]["max_response_tokens"]) == ({"length_limit": 1.0}, 320)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["env=nope"], r"Could not find 'env/nope'.*desk"),
+        (["env=appworld", "env.dta=x"], r"env\.dta.*no such option; did you mean env\.data\?"),
+        (["env=desk", "limits.max_turn=3"], r"limits\.max_turn.*did you mean limits\.max_turns"),
+        (["env=desk", "limits.max_turns=0"], r"limits\.max_turns"),
+    ],
+)
+def test_what_does_not_compose_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        evaluate.main(["policy=litellm", "model=openai/gpt-4o-mini", f"out={tmp_path}", *arguments])
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:  # noqa: F811
+    """One prompt in the middle is refused, then the key is: three episodes are over by then."""
+    one = "concurrency=1"
+    refusal = {"error": {"message": "flagged", "code": "content_policy_violation"}}
+    server.says = lambda n, body: (200, "No.") if n < 6 else (400, refusal) if n == 6 else (401, CANARY)
+    with pytest.raises(ConfigError, match=r"status 401.*; 3 episodes are kept in .*jsonl: the same command goes on"):
+        script(server, tmp_path, "tasks=3", "n=2", one)
+    file = tmp_path / "dev-api-n2.jsonl"
+    lines = file.read_text().splitlines()
+    assert len(lines) == 4
+    assert CANARY not in file.read_text()
+    assert not (tmp_path / "dev-api-n2.json").exists()
+
+    file.write_text("\n".join(lines) + '\n{"record": {"task_')  # a kill in the middle of a line
+    server.bodies.clear()
+    server.says = lambda n, body: (200, "No.")
+    found = script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4")
+    assert len(server.bodies) == 1 + 3 * 2  # the check and three episodes of two turns
+    assert (found["tasks"], found["n"], found["quarantined"]) == (3, 2, 1)
+    assert found["terminations"] == pytest.approx({"gave_up": 5 / 6, "engine_error": 1 / 6})
+    (lost,) = (r for r in found["records"] if r["termination"] == "engine_error")
+    assert lost["success"] is False
+    assert "quarantined: engine_error: refused: " in lost["error"]
+    assert "flagged" in lost["error"]
+
+    server.bodies.clear()
+    assert script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4") == found
+    assert server.bodies == []
+    for other, name in (("temperature=0.5", "temperature"), ("limits.max_turns=7", "limits")):
+        with pytest.raises(ConfigError, match=rf"holds episodes with {name}=.*give another out="):
+            script(server, tmp_path, "tasks=3", "n=2", other)
+    with pytest.raises(ConfigError, match="holds episodes with agent=openai/gpt-4o-mini, not openai/gpt-4o"):
+        script(server, tmp_path, "tasks=3", "n=2", "model=openai/gpt-4o")
+    assert server.bodies == []
+
+
+def test_episodes_that_the_provider_lost_are_played_again(
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_pauses(monkeypatch)
+    server.says = lambda n, body: (200, "No.") if n < 4 else (503, "down")
+    assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"]["engine_error"] == 0.5
+    server.says = lambda n, body: (200, "No.")
+    assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"] == {"gave_up": 1.0}
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("[1]\n")
+    with pytest.raises(ConfigError, match="no list of evaluated episodes"):
+        Ledger(tmp_path / "x.jsonl", {})

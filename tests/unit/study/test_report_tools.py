@@ -1,0 +1,684 @@
+"""Replays, calibration and judging of foreign trajectories, on the hand-made run and on hand-made logs."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import calibrate_judge
+import judge_trajectories
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import replay as replay_script
+import replay_judge
+import report
+import rescore
+from rich.console import Console
+from support.report_fixture import score_reply, write_run
+from support.report_judge import judge_server
+
+from callbacks.credit.step import StepLevelCredit
+from draco.config.arguments import parse
+from draco.core.errors import ConfigError, JudgeCallError
+from draco.core.types import Judgement
+from draco.judge.replies import ReplyFault
+from draco.judge.requests import JudgeRequest
+from draco.run.archive import read_calls, read_table, step_folder, write_step
+from draco.study.audit import read_sheet, write_sheet
+from draco.study.curves import all_figures
+from draco.study.judge_replay import (
+    _Purse,
+    criteria_overlap,
+    load_results,
+    replay_calls,
+    replayable,
+    summarise_replay,
+)
+from draco.study.judgements import read_groups
+from draco.study.matching import check_pairs, load_matches, match_criteria
+from draco.study.outside import judge_by_labels, read_groups_of
+from draco.study.runs import open_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+# -- scripts/replay.py ---------------------------------------------------------------------------------------------
+
+
+def test_an_untouched_archive_replays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay_script.main([str(run)]) == 0
+    assert "2 steps, 2 groups, 5 trajectories: every reward and credit is equal to the bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("column", ["reward", "advantage", "step_advantages", "qualities", "reason"])
+def test_one_bit_off_is_found(run: Path, column: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = step_folder(run, 0) / "credits.parquet"
+    table = pq.ParquetFile(file).read()
+    rows = table.to_pylist()
+    old = rows[0][column]
+    flip = {str: lambda v: "uncited", float: lambda v: v + 1e-15, list: lambda v: [v[0] + 1e-15, *v[1:]]}[type(old)]
+    rows[0][column] = flip(old)
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+    assert replay_script.main([str(run)]) == 1
+    assert f"step 0, group 0, sample 0: {column} is" in capsys.readouterr().out
+
+
+def test_a_changed_verdict_is_found(run: Path) -> None:
+    file = step_folder(run, 0) / "verdicts.parquet"
+    table = pq.ParquetFile(file).read()
+    rows = table.to_pylist()
+    rows[0]["score"] = -1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+    assert replay_script.main([str(run)]) == 1
+
+
+@pytest.mark.parametrize(("rubric", "status"), [("dynamic", 1), ("outcome", 0)])
+def test_groups_without_criteria(tmp_path: Path, rubric: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rubric without criteria rewards nobody; the outcome's rewards are success, which no archive holds."""
+    run = write_run(tmp_path / "run", rubric=rubric)
+    (group,) = read_groups(run, 0)
+    group = replace(group, trajectories=group.trajectories[:2], step=2)
+    credit = StepLevelCredit().assign_one(Judgement(group, (), (), (), (1.0, 0.0)))
+    write_step(run, 2, [group], [credit])
+    assert replay_script.main([str(run)]) == status
+    given = "2 rewards are the environment's and were taken as given"
+    assert (given in capsys.readouterr().out) == (rubric == "outcome")
+
+
+# -- scripts/replay_judge.py ---------------------------------------------------------------------------------------
+
+
+class OtherJudge:
+    """Answers every call with the same scores; fails where told."""
+
+    model = "judge/two"
+
+    def __init__(self, answers: dict[int, tuple[int, ...]], usd: float | None = 0.5) -> None:
+        self.answers, self.usd, self.asked = answers, usd, []  # type: ignore[var-annotated]
+
+    async def call(self, request: JudgeRequest[Any]) -> Any:
+        self.asked.append([dict(m) for m in request.messages])
+        scores = self.answers.get(10 * request.step + request.sample)
+        if scores is None:
+            raise JudgeCallError("gone")
+        record = next(iter(RECORDS))
+        request.sink(replace(record, cost_usd=self.usd))
+        value, _ = request.check(json.loads(score_reply(*scores)))
+        return value
+
+
+def _record() -> Any:
+    from support.report_fixture import call
+
+    return call(0, "score", 0, "{}")
+
+
+RECORDS = [_record()]
+
+
+def test_a_judge_is_replayed_byte_for_byte_and_goes_on(run: Path, tmp_path: Path) -> None:
+    calls = [c for c in replayable(run) if c["phase"] == "score"]
+    other = OtherJudge({0: (1, -1), 1: (1, 1)})  # the call of step 1 fails
+    file = tmp_path / "calls.jsonl"
+    counts = asyncio.run(replay_calls(calls, other, file))  # type: ignore[arg-type]
+    assert counts == {"sent": 3, "failed": 1, "kept": 0, "left": 0}
+    assert other.asked[0] == [
+        {"role": "system", "content": "you judge"},
+        {"role": "user", "content": "[step 1] action:\nx\n"},
+    ]
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write('{"key": "cut o')
+    again = OtherJudge({10: (1,)})
+    assert asyncio.run(replay_calls(calls, again, file)) == {"sent": 1, "failed": 0, "kept": 2, "left": 0}  # type: ignore[arg-type]
+    summary = summarise_replay(load_results(file).values(), "judge/two", 1)
+    # Reference [1, 1] [−1, 1] [−1] against [1, −1] [1, 1] [1]: 2 of 5 agree,
+    # both fails were passed, 1 of 3 passes failed.
+    assert summary["all"]["pairs"] == 5
+    assert summary["all"]["agreement"] == pytest.approx(2 / 5)
+    assert summary["all"]["all_pass_baseline"] == pytest.approx(3 / 5)
+    assert (summary["all"]["false_pass"], summary["all"]["false_fail"]) == (1.0, pytest.approx(1 / 3))
+    assert [w["first_step"] for w in summary["windows"]] == [0, 1]
+    assert summary["windows"][0]["false_pass"] == 1.0
+    folder = run / "judge_replay" / "judge_two"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    from draco.study.curves import all_figures
+    from draco.study.runs import open_run
+
+    (figure,) = [f for f in all_figures([open_run(run)]) if f.name == "F9_judge_replay"]
+    points = {s.label: list(zip(s.x, s.y, strict=True)) for s in figure.panels[0].series}
+    assert points["agreement"] == [(1.0, 0.5), (2.0, 0.0)]
+    assert points["false pass"] == [(1.0, 1.0), (2.0, 1.0)]
+
+
+def test_money_stops_a_replay(run: Path, tmp_path: Path) -> None:
+    calls = [c for c in replayable(run) if c["phase"] == "score"]
+    other = OtherJudge({0: (1, 1), 1: (1, 1), 10: (1,)})
+    counts = asyncio.run(replay_calls(calls, other, tmp_path / "c.jsonl", max_usd=0.5))  # type: ignore[arg-type]
+    assert (counts["sent"], counts["left"]) == (1, 2)
+    with pytest.raises(ConfigError, match="no known price"):
+        asyncio.run(replay_calls(calls, OtherJudge({0: (1, 1)}, None), tmp_path / "d.jsonl", max_usd=1.0))  # type: ignore[arg-type]
+    assert len(load_results(tmp_path / "d.jsonl")) == 1  # it was paid for
+
+
+def test_a_call_without_a_price_says_nothing_of_the_next(run: Path, tmp_path: Path) -> None:
+    """The price is set after the refusal; and a failure that was paid for is as dear as it was."""
+    first = next(c for c in replayable(run) if c["phase"] == "score")
+    calls = [{**first, "sample": i, "prompt_hash": str(i)} for i in range(20)]
+    file = tmp_path / "c.jsonl"
+    with pytest.raises(ConfigError, match="no known price"):
+        asyncio.run(replay_calls(calls, OtherJudge({0: (1, 1)}, None), file, max_usd=1.0))  # type: ignore[arg-type]
+    counts = asyncio.run(replay_calls(calls, SlowJudge(0.1, {}), file, max_usd=1.0))  # type: ignore[arg-type]
+    assert (counts["kept"], counts["sent"]) == (1, 10)
+
+    purse = _Purse(1.0)
+    for outcome, usd, rate in (("failed", None, None), ("failed", 0.0, None), ("ok", 0.5, 0.5), ("failed", 0.75, 0.75)):
+        purse.learn({"tokens_in": 1, "tokens_out": 0}, outcome, usd)
+        assert purse.rate == rate
+    assert purse.spent == 1.25
+    free = _Purse(1.0)
+    free.learn({"tokens_in": 1, "tokens_out": 0}, "ok", 0.0)
+    assert free.rate == 0.0
+
+
+class SlowJudge(OtherJudge):
+    """All calls that are sent are under way before the first is answered; the `dear` ones cost more."""
+
+    def __init__(self, usd: float, dear: dict[int, float]) -> None:
+        super().__init__(dict.fromkeys(range(30), (1, 1)), usd)
+        self.plain, self.dear, self.under_way, self.most = usd, dear, 0, [0]
+
+    async def call(self, request: JudgeRequest[Any]) -> Any:
+        self.under_way += 1
+        self.most.append(self.under_way)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        self.usd = self.dear.get(request.sample, self.plain)
+        self.under_way -= 1
+        return await super().call(request)
+
+
+@pytest.mark.parametrize(
+    ("dear", "cap", "sent"),
+    [
+        ({}, 1.0, 10),
+        ({}, 0.95, 9),
+        ({0: 0.2}, 1.0, 8),  # .2 + 7 · .1, and another may be as dear as the first
+        ({}, 0.05, 1),  # nobody knows before the first
+    ],
+)
+def test_calls_at_once_do_not_pass_the_cap(
+    run: Path, tmp_path: Path, dear: dict[int, float], cap: float, sent: int
+) -> None:
+    first = next(c for c in replayable(run) if c["phase"] == "score")
+    calls = [{**first, "sample": i, "prompt_hash": str(i)} for i in range(20)]
+    other, file = SlowJudge(0.1, dear), tmp_path / "c.jsonl"
+    counts = asyncio.run(replay_calls(calls, other, file, max_usd=cap))  # type: ignore[arg-type]
+    assert (counts["sent"], counts["left"]) == (sent, 20 - sent)
+    assert other.most[1] == 1  # the first is alone
+    assert max(other.most) > 1 or sent == 1
+    # Another process goes on with what is left, and knows the price.
+    again = SlowJudge(0.1, {})
+    counts = asyncio.run(replay_calls(calls, again, file, max_usd=cap + 0.3))  # type: ignore[arg-type]
+    assert counts["kept"] == sent
+    assert sum(r["usd"] for r in load_results(file).values()) <= max(cap + 0.3, 0.1) + 1e-9
+
+
+def test_the_steps_that_another_judge_cites_are_compared() -> None:
+    def row(reference: list[Any], other: list[Any]) -> dict[str, Any]:
+        return {"key": "k", "step": 0, "phase": "attribute", "reference": reference, "other": other}
+
+    rows = [
+        row([["a", 1, [1, 2]], ["b", -1, [3]]], [["a", 1, [2]], ["b", -1, [3, 4]]]),
+        row([["a", 0, []]], [["a", 0, []]]),
+    ]
+    found = summarise_replay(rows, "m", 10)
+    assert (found["all"]["cited_recall"], found["all"]["cited_precision"]) == (2 / 3, 2 / 3)
+    assert (found["all"]["pairs"], found["windows"][0]["calls"]) == (0, 2)
+    printed = Console(file=io.StringIO(), width=200)
+    replay_judge.show(found | {"matcher": None}, printed)
+    assert "cited steps recall" in printed.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.667" in printed.file.getvalue()  # type: ignore[attr-defined]
+    assert "verdicts" not in printed.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_criteria_overlap_pairs_one_to_one() -> None:
+    reference = [("Pays the right person", "the payment goes to ana"), ("Reads all pages", "every page is read")]
+    other = [
+        ("Pays the right person", "payment to ana"),
+        ("Pays the right person", "payment to ana"),
+        ("Says thanks", "polite"),
+    ]
+    assert criteria_overlap(reference, other) == (1, 2, 3)
+
+
+def test_pairs_of_a_matcher_are_checked() -> None:
+    assert check_pairs({"pairs": [{"a": 1, "b": 2}, {"a": 2, "b": 1}]}, 2, 2) == 2
+    for pairs, fault in (
+        ([{"a": 3, "b": 1}], "a=3: expected a number from 1 to 2"),
+        ([{"a": 1, "b": 0}], "b=0: expected"),
+        ([{"a": 1, "b": 1}, {"a": 2, "b": 1}], "criterion of B is in two pairs"),
+        ([{"a": "1", "b": 1}], "pairs.0.a"),
+        (None, "pairs"),
+    ):
+        with pytest.raises(ReplyFault, match=fault):
+            check_pairs({"pairs": pairs}, 2, 2)
+
+
+def test_what_a_matcher_failed_on_is_in_no_rate(tmp_path: Path) -> None:
+    class Failing:
+        async def call(self, request: JudgeRequest[Any]) -> int:
+            if "good" not in request.messages[1]["content"]:
+                raise JudgeCallError("down")
+            return request.check({"pairs": [{"a": 2, "b": 1}]})[0]  # type: ignore[no-any-return]
+
+    rows = [
+        {"key": "k1", "step": 0, "phase": "merge", "reference": [["good", "x"], ["b", "y"]], "other": [["c", "z"]]},
+        {"key": "k2", "step": 0, "phase": "merge", "reference": [["bad", "x"]], "other": [["c", "z"]]},
+        {"key": "k3", "step": 0, "phase": "propose_rollout", "reference": [], "other": [["c", "z"]]},
+        {"key": "k4", "step": 0, "phase": "score", "reference": [["t", 1]], "other": [["t", 1]]},
+    ]
+    file = tmp_path / "m.jsonl"
+    counts = asyncio.run(match_criteria(rows, Failing(), file))  # type: ignore[arg-type]
+    assert counts == {"asked": 2, "failed": 1, "kept": 0}
+    assert load_matches(file) == {"k1": 1, "k3": 0}
+    found = summarise_replay(rows, "m", 10, load_matches(file))["all"]
+    assert (found["model_recall"], found["model_precision"]) == (1 / 2, 1 / 2)  # k1: 1 of 2 and 1; k3: 0 of 0 and 1
+
+
+def test_replay_needs_one_run(run: Path) -> None:
+    with pytest.raises(ConfigError, match="one run folder"):
+        replay_judge.main([])
+
+
+# -- the human audit -----------------------------------------------------------------------------------------------
+
+
+def test_the_sheet_is_blind_and_comes_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = write_sheet(run, 100)
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    with open(sheet, encoding="utf-8", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 9 + 2  # every verdict there is
+    assert "because" not in sheet.read_text(encoding="utf-8")  # no justification
+    assert "[step 1] action:" in rows[0]["transcript"]
+    with pytest.raises(ConfigError, match="no verdict is rated"):
+        read_sheet(run, sheet)
+    # Rate criterion A of step 0 as the judge did, but for rollout 0: there the person says fail.
+    ratings = {"0/0/0/0": "fail", "0/0/0/1": "Fail", "0/0/0/2": "n.a."}
+    for row in rows:
+        row["rating"] = ratings.get(row["id"], "")
+    with open(sheet, "w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    result = read_sheet(run, sheet)
+    assert (result.agreement.pairs, result.unrated) == (3, 8)
+    assert result.agreement.agreement == pytest.approx(2 / 3)
+    assert result.agreement.false_pass == 0.5
+    calibrate_judge.main([str(run)])
+    assert "3 verdicts rated, 8 left blank" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="holds ratings"):
+        write_sheet(run, 5)
+
+
+def test_a_wrong_rating_is_named(run: Path) -> None:
+    (run / "audit.csv").write_text("id,rating\n0/0/0/0,maybe\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="row 1: rating 'maybe'"):
+        read_sheet(run, run / "audit.csv")
+    (run / "audit.csv").write_text("id,rating\n0/9/0/0,pass\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="0/9/0/0 is no verdict"):
+        read_sheet(run, run / "audit.csv")
+
+
+# -- other people's trajectories -----------------------------------------------------------------------------------
+
+CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
+
+
+def chat(*texts: str | None) -> list[dict[str, Any]]:
+    """A conversation; None is a tool call and its result."""
+    out: list[dict[str, Any]] = [{"role": "system", "content": "s"}, {"role": "user", "content": "find x"}]
+    for text in texts:
+        if text is None:
+            out += [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "found"}]
+        else:
+            out.append({"role": "assistant", "content": text})
+    return out
+
+
+def labelled(task: int, sample: int, labels: dict[str, int], final: int) -> dict[str, Any]:
+    messages = chat(*[None] * (len(labels) - 1), "the end")
+    return {
+        "query_index": task,
+        "sample_index": sample,
+        "messages": messages,
+        "step_labels": labels,
+        "final_label": final,
+    }
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def test_a_label_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    rows = [labelled(0, s, {}, final) for s, final in enumerate((1, False))]
+    with pytest.raises(ConfigError, match=r"line 2: field 'final_label': expected −1, 0 or 1, got False"):
+        read_groups_of(write(tmp_path / "x.jsonl", rows))
+
+
+def test_chat_messages_become_steps(tmp_path: Path) -> None:
+    row = {"task_id": "a", "messages": [*chat(None, "two words"), {"role": "user", "content": "thanks"}]}
+    row["messages"][2]["usage"] = {"completion_tokens": 17}
+    (group,) = read_groups_of(write(tmp_path / "f.jsonl", [row, row])).groups
+    first, second = group.trajectories
+    assert (first.sample, second.sample) == (0, 1)
+    assert [(s.action, s.observation) for s in first.steps] == [
+        ('search({"q": "x"})', "found"),
+        ("two words", "(user) thanks"),
+    ]
+    assert first.step_tokens == (17, 2)
+    assert first.task.instruction == "find x"
+
+
+def test_every_malformed_row_is_named_and_nothing_is_judged(tmp_path: Path) -> None:
+    good = {"task_id": "a", "messages": chat("x")}
+    rows = [
+        good, {"messages": chat("x")}, {"task_id": "a", "messages": "x"},
+        {"task_id": "a", "messages": [{"content": "x"}]},
+        {"task_id": "a", "messages": chat()}, 3, {**good, "sample": 0},
+        {"task_id": "a", "messages": [{"role": "assistant", "content": 5}]},
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        read_groups_of(write(tmp_path / "f.jsonl", rows))
+    text = str(caught.value)
+    assert "7 malformed rows" in text
+    for part in (
+        "line 2: field 'task_id'", "line 3: field 'messages'", "line 4: field messages[0].role",
+        "line 5: field 'messages': no assistant",
+        "line 6: expected an object", "line 7: field 'sample': task 'a' has a trajectory 0",
+        "line 8: field messages[0].content",
+    ):  # fmt: skip
+        assert part in text
+    (tmp_path / "g.jsonl").write_text('{"task_id": 1}\n{oops\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2: no JSON"):
+        read_groups_of(tmp_path / "g.jsonl")
+
+
+def test_the_shape_of_a_file_is_named_where_it_is_unknown_or_incomplete(tmp_path: Path) -> None:
+    unknown = write(tmp_path / "w.jsonl", [{"history": [], "mistake_step": "0"}])
+    with pytest.raises(ConfigError, match=r"no row has a known shape.*line 1 has history, mistake_step"):
+        read_groups_of(unknown)
+    predictions = write(tmp_path / "p.jsonl", [{"query_index": 0, "sample_index": 1, "step_labels": {"2": 1}}])
+    with pytest.raises(ConfigError, match="line 1: field 'messages': expected a list of messages, got NoneType"):
+        read_groups_of(predictions)
+    (tmp_path / "t.json").write_text(json.dumps([{"task_id": 1, "traj": chat("a")}] * 2), encoding="utf-8")
+    assert read_groups_of(tmp_path / "t.json").form == "tau_bench"  # results without a trial number
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": float("nan")}, "field 'reward': expected a finite number, got nan"),
+        ({"reward_info": [1]}, "field 'reward_info': expected an object, got list"),
+        ({"messages": []}, "field 'messages': is empty"),
+        ({"sample": True}, "field 'sample': expected a number from 0, got True"),
+        ({"messages": [{"role": "assistant", "content": ["a", 3]}]}, r"messages\[0\].content\[0\]: expected an object"),
+    ],
+)
+def test_a_faulty_field_is_named_beside_a_line_that_is_no_json(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "f.jsonl", [{"task_id": "a", "messages": chat("x"), **change}])
+    file.write_text(file.read_text(encoding="utf-8") + "{oops\n" * 30, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_groups_of(file)
+    assert "31 malformed rows" in str(caught.value)
+    assert "line 2: no JSON" in str(caught.value)
+    assert str(caught.value).endswith("… and 11 more")
+
+
+def test_lines_end_at_line_feeds_alone_and_encodings_are_told_apart(tmp_path: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat("one\u2028two\u0085three")}] * 2
+    text = "\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+    file = tmp_path / "f.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (group,) = read_groups_of(file).groups
+    assert group.trajectories[1].steps[0].action == "one\u2028two\u0085three"
+    file.write_bytes(text.encode("utf-16"))
+    with pytest.raises(ConfigError, match="no UTF-8 text"):
+        read_groups_of(file)
+    file.write_text('{"simulations": 5}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="field 'simulations': expected a list, got int"):
+        read_groups_of(file)
+
+
+def test_an_end_that_the_log_does_not_state_is_a_gap_in_f3(tmp_path: Path) -> None:
+    rows = [labelled(0, s, {"2": 1 - 2 * s}, 1 - 2 * s) for s in range(2)]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+    assert read_table(out, "trajectories")["termination"].to_pylist() == ["unknown"] * 2
+    assert read_groups(out, 0)[0].trajectories[0].termination == "unknown"
+
+    def f3() -> Any:
+        return next(f for f in all_figures([open_run(out)]) if f.name == "F3_terminations")
+
+    assert (f3().panels[0].series, f3().panels[0].gap) == ((), "its log does not say how trajectories ended")
+    rows[0]["termination_reason"] = "agent_stop"
+    judge_trajectories.main([f"input={write(file, rows)}", "judge=labels", f"out={out}", "overwrite=true"])
+    assert [(s.label, s.y) for s in f3().panels[0].series] == [("submitted", (1.0,))]
+    assert "1 rollouts whose log does not say" in f3().note
+
+
+def test_wrong_options_are_one_line_before_anything_is_made(tmp_path: Path, run: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat("x")}] * 2
+    file, out = write(tmp_path / "f.jsonl", rows), tmp_path / "o"
+    with pytest.raises(ConfigError, match="no step_labels, final_label or reward"):
+        judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+    with pytest.raises(ConfigError, match=r"judge\.model is missing"):
+        judge_trajectories.main([f"input={file}", "judge=litellm", f"out={out}"])
+    write(file, [labelled(0, s, {"2": 1}, 1) for s in range(2)])
+    for batch in ("0", "x"):
+        with pytest.raises(ConfigError, match=f"batch={batch}: expected a whole number from 1"):
+            judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}", f"batch={batch}"])
+    assert not out.exists()
+    with pytest.raises(ConfigError, match="choose another out=, or overwrite=true"):
+        judge_trajectories.main([f"input={file}", "judge=labels", f"out={run}"])
+    for every in ("0", "x"):
+        for script in (rescore, replay_judge):
+            with pytest.raises(ConfigError, match=f"every={every}: expected a whole number from 1"):
+                script.main([str(run), f"every={every}"])
+    for text in ("x", "0", "nan"):
+        with pytest.raises(ConfigError, match=f"max_mb={text}: expected a number above 0"):
+            report.main([str(run), f"max_mb={text}"])
+    assert not (run / "tables").exists()
+
+
+def test_tau_results_of_both_shapes(tmp_path: Path) -> None:
+    old = [{"task_id": 0, "trial": t, "reward": float(t), "traj": chat(None, "bye")} for t in (0, 1)]
+    (tmp_path / "old.json").write_text(json.dumps(old), encoding="utf-8")
+    found = read_groups_of(tmp_path / "old.json")
+    assert (found.form, dict(found.final_labels)) == ("tau_bench", {("0", 0): -1, ("0", 1): 1})
+    simulations = [
+        {"task_id": "task_001", "trial": 0, "messages": chat("a"), "reward_info": {"reward": 1.0},
+         "termination_reason": "user_stop"},
+        {"task_id": "task_001", "trial": 1, "messages": chat("a"), "reward_info": None,
+         "termination_reason": "infrastructure_error"},
+    ]  # fmt: skip
+    (tmp_path / "new.json").write_text(json.dumps({"simulations": simulations}), encoding="utf-8")
+    (group,) = read_groups_of(tmp_path / "new.json").groups
+    assert [t.termination.quarantined for t in group.trajectories] == [False, True]
+
+
+def test_labels_as_verdicts(tmp_path: Path) -> None:
+    rows = [
+        labelled(0, 0, {"2": 1, "4": -1, "6": 1}, -1),
+        labelled(0, 1, {"2": 1, "4": 0, "6": 1}, 1),
+        labelled(1, 0, {"2": 1}, 1),
+    ]
+    judged, alone = judge_by_labels(read_groups_of(write(tmp_path / "f.jsonl", rows)))
+    assert [c.title for c in judged.criteria] == [
+        "Reaches the right result",
+        "Step 1 is sound",
+        "Step 2 is sound",
+        "Step 3 is sound",
+    ]
+    assert judged.dropped == (False, True, False, True)
+    assert judged.rewards == (-1.0, 1.0)  # result and step 2 fail; result passes, step 2 is n.a.
+    assert judged.verdicts[2][0].steps == (2,)
+    assert alone.group.trajectories == ()
+    assert alone.failures[0].reason == "1 member(s) left, a group needs 2"
+    with pytest.raises(ConfigError, match="no step_labels, final_label or reward"):
+        list(judge_by_labels(read_groups_of(write(tmp_path / "g.jsonl", [{"task_id": 1, "messages": chat("x")}]))))
+
+
+def test_a_labelled_file_becomes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [labelled(t, s, {"2": 1, "4": -1 if s else 1, "6": 1}, -1 if s else 1) for t in range(3) for s in range(2)]
+    out = tmp_path / "out"
+    file = write(tmp_path / "f.jsonl", rows)
+    judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}", "batch=2"])
+    assert "6 trajectories in 3 groups; 6 judged, 0 not" in capsys.readouterr().out
+    assert read_table(out, "credits").num_rows == 6
+    loser = next(r for r in read_table(out, "credits", [0]).to_pylist() if r["sample"] == 1)
+    # The loser's only surviving citation is the failed step 2: Q = 0 there, so that every weight is 1.
+    assert (loser["reward"], loser["reason"]) == (-1.0, "unanimous")
+    assert replay_script.main([str(out)]) == 0
+    assert (out / "report.html").stat().st_size > 10_000
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+
+
+def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}{s}")} for t in ("a", "b") for s in range(3)]
+    out = tmp_path / "out"
+    file = write(tmp_path / "f.jsonl", rows)
+    with judge_server() as address:
+        judge = ["judge.model=hosted_vllm/one", f"judge.api_base={address}", "judge.concurrency=2"]
+        judge_trajectories.main([f"input={file}", "judge=litellm", *judge, f"out={out}", "caveats=The index is old."])
+        assert "6 trajectories in 2 groups; 6 judged, 0 not" in capsys.readouterr().out
+        assert replay_script.main([str(out)]) == 0
+        calls = read_calls(out)
+        assert "The index is old." in calls[0]["messages"][0][1]
+        assert {c["phase"] for c in calls} >= {"propose_task", "propose_rollout", "merge", "score"}
+        # The same judge again, to the letter: it agrees with itself.
+        replay_judge.main([str(out), "--judge", "litellm", *judge])
+        (summary,) = out.glob("judge_replay/*/summary.json")
+        content = json.loads(summary.read_text(encoding="utf-8"))
+        assert (content["all"]["model_recall"], content["matcher"]) == (None, None)
+        capsys.readouterr()
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "phases=attribute"])
+        assert "cited steps" in capsys.readouterr().out
+        content = json.loads(summary.read_text(encoding="utf-8"))
+        assert (content["all"]["cited_recall"], content["all"]["cited_precision"]) == (1.0, 1.0)
+        # A model says which criteria are the same: one pair a merge, of two criteria on either side.
+        matcher = [a.replace("judge.", "matcher.") for a in judge]
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        assert "matcher: asked 2, kept 0, failed 0" in capsys.readouterr().out
+        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        assert "matcher: asked 0, kept 2, failed 0" in capsys.readouterr().out
+    content = json.loads(summary.read_text(encoding="utf-8"))
+    assert (content["all"]["model_recall"], content["all"]["model_precision"]) == (0.5, 0.5)
+    assert content["all"]["agreement"] == 1.0
+    assert content["all"]["pairs"] == 12
+    assert (content["all"]["recall"], content["all"]["precision"]) == (1.0, 1.0)
+
+
+def test_tasks_that_ran_once_are_no_fault_of_the_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}")} for t in ("a", "a", "b", "c", "d")]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        printed = capsys.readouterr().out
+        assert "5 trajectories in 4 groups; 2 judged, 3 not" in printed
+        assert "3 tasks have one trajectory" in printed
+        assert {c["task_id"] for c in read_calls(out)} == {"a"}  # nobody is asked about what cannot be compared
+        reasons = [r["reason"] for r in read_table(out, "failures").to_pylist()]
+        assert reasons == ["1 member(s) left, a group needs 2"] * 3
+        with pytest.raises(ConfigError, match=r"no task has two usable trajectories \(2 in 2 tasks\)"):
+            judge_trajectories.main(
+                [f"input={write(tmp_path / 'g.jsonl', rows[2:4])}", *judge, f"out={tmp_path / 'n'}"]
+            )
+    assert not (tmp_path / "n").exists()
+
+
+def test_rollouts_are_scored_again_on_a_fixed_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"task_id": t, "messages": chat(None, f"answer {t}{s}")} for t in ("a", "b") for s in range(3)]
+    out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
+    fixed = tmp_path / "fixed.yaml"
+    entries = [f"- {{title: 'Is good {i}', description: d, evaluator_instruction: e}}" for i in range(3)]
+    fixed.write_text("criteria:\n" + "\n".join(entries) + "\n", encoding="utf-8")
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}", "batch=1"])
+        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        assert "rescored/fixed: 6 calls" in capsys.readouterr().out
+        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        assert "rescored/fixed: 0 calls" in capsys.readouterr().out  # finished steps are kept
+    verdicts = read_table(out / "rescored" / "fixed", "verdicts").to_pylist()
+    assert len(verdicts) == 6 * 3
+    (figure,) = [f for f in all_figures([open_run(out)]) if f.name == "F4_pass_rate"]
+    (dotted,) = [s for s in figure.panels[0].series if s.dotted]
+    assert dotted.label == "dynamic+step (rollouts re-scored: fixed)"
+    by_hand = [[v["score"] == 1 for v in verdicts if v["step"] == step] for step in (0, 1)]
+    assert dotted.y == tuple(sum(passed) / 9 for passed in by_hand)
+
+
+def test_scores_of_other_criteria_or_of_another_judge_are_not_taken_for_finished(tmp_path: Path) -> None:
+    rows = [{"task_id": "a", "messages": chat(None, f"answer {s}")} for s in range(3)]
+    out, file, fixed = tmp_path / "out", write(tmp_path / "f.jsonl", rows), tmp_path / "fixed.yaml"
+    entry = "- {title: Is %s, description: d, evaluator_instruction: e}\n"
+    fixed.write_text("criteria:\n" + entry % "good", encoding="utf-8")
+    with judge_server() as address:
+        judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
+        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        again = [str(out), f"criteria={fixed}", *judge]
+        rescore.main(again)
+        rescore.main([*again, "judge.concurrency=1"])  # how calls are carried changes no score
+        with pytest.raises(
+            ConfigError, match=r"fixed were made with judge.model=hosted_vllm/one, judge.temperature=0.1\."
+        ):
+            rescore.main([*again, "judge.model=hosted_vllm/two", "judge.temperature=0.5"])
+        fixed.write_text("criteria:\n" + entry % "better", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"fixed were made with other criteria\. Rename"):
+            rescore.main(again)
+        made = out / "rescored" / "fixed" / "made_of.json"
+        assert address not in made.read_text(encoding="utf-8")
+        made.unlink()
+        with pytest.raises(ConfigError, match=r"no made_of\.json"):
+            rescore.main(again)
+        (out / "rescored" / "fixed").rename(out / "rescored" / "old")
+        rescore.main(again)
+    (figure,) = [f for f in all_figures([open_run(out)]) if f.name == "F4_pass_rate"]
+    assert sorted(s.label.rpartition(" ")[2] for s in figure.panels[0].series if s.dotted) == ["fixed)", "old)"]
+
+
+def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:
+    file = write(tmp_path / "f.jsonl", [{"task_id": "a", "messages": chat("x")}] * 2)
+    with pytest.raises(ConfigError, match="judge=litellm"):
+        judge_trajectories.main([f"input={file}", f"out={tmp_path / 'o'}"])
+    assert not (tmp_path / "o").exists()
+
+
+def test_arguments() -> None:
+    words, given = parse(
+        ["runs/step=1", "a=1", "--judge", "x", "--max-usd=2", "judge.model=m/n"], {"a", "judge", "max_usd"}, ("judge.",)
+    )
+    assert words == ["runs/step=1"]
+    assert given == {"a": "1", "judge": "x", "max_usd": "2", "judge.model": "m/n"}
+    with pytest.raises(ConfigError, match="unknown option b"):
+        parse(["b=1"], {"a"})
+    with pytest.raises(ConfigError, match="needs a value"):
+        parse(["--a"], {"a"})
