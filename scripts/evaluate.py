@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.config.arguments import prices_of, run_main
-from draco.config.options import whole
+from draco.config.checks import whole
 from draco.core.errors import ConfigError
 
 OPTIONS = {

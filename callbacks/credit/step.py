@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from draco.config.options import one_of
+from draco.config.checks import one_of
 from draco.core.types import Judgement
 from draco.credit.base import GroupCredit
 from draco.credit.redistribution import StepCredit, redistribute

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from draco.config.options import number
+from draco.config.checks import number
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Failure, Group, Judgement
 from draco.env.base import Evaluator

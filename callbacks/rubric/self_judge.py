@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.config.options import whole
+from draco.config.checks import whole
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
 from draco.judge import local

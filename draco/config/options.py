@@ -1,90 +1,177 @@
-"""Checks of single options, so that a bad value is one line before any rollout. Imports nothing heavy."""
+"""Options are checked by their type annotations, before any expensive work. pydantic does the checking.
+
+    @checked("loss")
+    @dataclass(frozen=True)
+    class LossOptions:
+        kl_coef: NonNegative = 0.01                     # LossOptions(kl_coef=-1) raises
+        zero_signal: Literal["keep", "drop"] = "keep"   # ConfigError: loss.kl_coef is -1; expected a number ≥ 0
+
+Checking is strict: 2.5, "3" and true are no integers, and the text "no" is neither true nor false. Importing this module
+loads nothing heavy.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan, TypeAdapter, ValidationError
 
 from draco.core.errors import ConfigError
 
-__all__ = ["listed", "number", "one_of", "switch", "whole"]
+__all__ = ["Count", "Index", "NonNegative", "Positive", "PositiveOrInf", "Share", "check_option", "checked"]
+
+Count = Annotated[int, Ge(1)]  #: an integer from 1
+Index = Annotated[int, Ge(0)]  #: an integer from 0
+NonNegative = Annotated[float, Ge(0), AllowInfNan(False)]  #: a finite number from 0
+Positive = Annotated[float, Gt(0), AllowInfNan(False)]  #: a finite number above 0
+PositiveOrInf = Annotated[float, Gt(0)]  #: a number above 0; infinity is allowed
+Share = Annotated[float, Ge(0), Le(1)]  #: from 0 to 1
+
+C = TypeVar("C", bound=type)
+_MISSING = object()
 
 
-def whole(name: str, value: Any, minimum: int, maximum: int | None = None, *, optional: bool = False) -> None:
-    """Check for an integer in [minimum, maximum]; with `optional`, null too.
-
-    Raises:
-        ConfigError: anything else; 2.5, "3" and true are no integers.
-    """
-    if value is None and optional:
-        return
-    right = isinstance(value, int) and not isinstance(value, bool)
-    if not right or value < minimum or (maximum is not None and value > maximum):
-        wanted = f"an integer ≥ {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
-        raise ConfigError(f"{name} is {_shown(value)}; expected {wanted}{_or_null(optional)}")
-
-
-def number(
-    name: str,
-    value: Any,
-    minimum: float,
-    maximum: float = math.inf,
-    *,
-    above: bool = False,
-    infinite: bool = False,
-    optional: bool = False,
-) -> None:
-    """Check for a number in [minimum, maximum]; `above` leaves the minimum out; with `optional`, null too.
+def check_option(name: str, value: Any, annotation: Any) -> None:
+    """Check one value against a type, as `checked` does for a class.
 
     Raises:
-        ConfigError: anything else; nan never is right, inf only where `infinite` allows it.
+        ConfigError: it does not fit; the message names the option and what was expected.
     """
-    if value is None and optional:
-        return
-    right = isinstance(value, int | float) and not isinstance(value, bool)
-    if right:
-        right = value > minimum if above else value >= minimum
-        right = right and value <= maximum and (infinite or math.isfinite(value))
-    if not right:
-        wanted = f"a number {'>' if above else '≥'} {minimum:g}"
-        wanted += f" and ≤ {maximum:g}" if math.isfinite(maximum) else ""
-        raise ConfigError(f"{name} is {_shown(value)}; expected {wanted}{_or_null(optional)}")
+    if (isinstance(value, bool) and not _takes_bool(annotation)) or not _fits(value, annotation):
+        raise ConfigError(f"{name} is {_shown(value)}; expected {_expected(name, annotation)}")
 
 
-def switch(name: str, value: Any) -> None:
-    """Check for true or false: the text "no" would count as true.
+def checked(section: str, **names: str) -> Callable[[C], C]:
+    """Class decorator: every argument of `__init__` whose annotation says what is right is checked first.
 
-    Raises:
-        ConfigError: anything else.
+    Args:
+        section: where the options stand in the configuration; an argument `x` is named ``SECTION.x`` in messages.
+        names: argument → full option name, where it is another one.
     """
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {_shown(value)}; expected true or false")
+
+    def decorate(cls: C) -> C:
+        original: Callable[..., None] = cls.__init__  # type: ignore[misc]
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                given = signature.bind(self, *args, **kwargs).arguments
+            except TypeError:
+                given = {}  # the class itself says what is missing or unknown
+            for argument, annotation in _annotations(cls).items():
+                if (value := given.get(argument, _MISSING)) is not _MISSING:
+                    check_option(
+                        names.get(argument, f"{section}.{argument}" if section else argument), value, annotation
+                    )
+            original(self, *args, **kwargs)
+
+        cls.__init__ = init  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Check for one of some names.
+@functools.cache
+def _annotations(cls: type) -> Mapping[str, Any]:
+    """Arguments of a class whose annotations can be checked."""
+    init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
+    space = vars(sys.modules[cls.__module__])
+    found: dict[str, Any] = {}
+    for name, annotation in init.__annotations__.items():
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, dict(space))
+            except NameError:  # imported for type checkers alone: an object, not an option
+                continue
+        if name != "return" and _checkable(annotation):
+            found[name] = annotation
+    return found
 
-    Raises:
-        ConfigError: anything else.
-    """
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; expected {', '.join(choices[:-1])} or {choices[-1]}")
+
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
 
 
-def listed(name: str, value: Any) -> None:
-    """Check for a list: a text would count as the list of its letters.
+def _fits(value: Any, annotation: Any) -> bool:
+    if _is_list(annotation):
+        return (
+            value is None
+            if _optional(annotation) and value is None
+            else (isinstance(value, Sequence) and not isinstance(value, str))
+        )
+    try:
+        _adapter(annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
-    Raises:
-        ConfigError: anything else.
-    """
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"{name} is {_shown(value)}; expected a list, as in '{name}=[A, B]'; [] is none")
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; of anything else itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _plain(annotation: Any) -> Any:
+    """Without bounds."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _optional(annotation: Any) -> bool:
+    return type(None) in _parts(annotation)
+
+
+def _is_list(annotation: Any) -> bool:
+    return any(get_origin(_plain(part)) in (Sequence, list, tuple) for part in _parts(annotation))
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return any(_plain(part) is bool for part in _parts(annotation))
+
+
+def _checkable(annotation: Any) -> bool:
+    scalars = (int, float, bool, str, type(None))
+    return all(
+        _plain(part) in scalars or get_origin(_plain(part)) in (Literal, Sequence, list, tuple)
+        for part in _parts(annotation)
+    )
+
+
+def _expected(name: str, annotation: Any) -> str:
+    kinds = [_kind(name, part) for part in _parts(annotation) if part is not type(None)]
+    return " or ".join(dict.fromkeys(kinds)) + (", or null" if _optional(annotation) else "")
+
+
+def _kind(name: str, annotation: Any) -> str:
+    plain = _plain(annotation)
+    if get_origin(plain) is Literal:
+        choices = [str(c) for c in get_args(plain)]
+        return f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+    if _is_list(plain):
+        return f"a list, as in '{name}=[A, B]'; [] is none"
+    if plain is bool:
+        return "true or false"
+    if plain is str:
+        return "a text"
+    bounds = {type(m): m for m in get_args(annotation)[1:]} if get_origin(annotation) is Annotated else {}
+    low = bounds.get(Ge) or bounds.get(Gt)
+    high = bounds.get(Le) or bounds.get(Lt)
+    if plain is int and isinstance(low, Ge) and isinstance(high, Le):
+        return f"an integer from {low.ge} to {high.le}"
+    said = "an integer" if plain is int else "a number"
+    if low is not None:
+        said += f" ≥ {low.ge:g}" if isinstance(low, Ge) else f" > {low.gt:g}"
+    if high is not None:
+        said += f"{' and' if low is not None else ''} {f'≤ {high.le:g}' if isinstance(high, Le) else f'< {high.lt:g}'}"
+    return said
 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
-
-
-def _or_null(optional: bool) -> str:
-    return ", or null" if optional else ""

@@ -8,8 +8,8 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from draco.config.checks import number, switch, whole
 from draco.config.choices import one_line
-from draco.config.options import number, switch, whole
 from draco.core.errors import ConfigError
 from draco.module import GRPOModule
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from draco.config.options import number, one_of, switch
+from draco.config.checks import number, one_of, switch
 from draco.core.types import Credit, Failure, Judgement
 from draco.credit.advantage import standardize
 from draco.credit.redistribution import StepCredit

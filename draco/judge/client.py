@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
-from draco.config.options import listed, number, one_of, whole
+from draco.config.checks import listed, number, one_of, whole
 from draco.core.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
 from draco.core.llm.money import Prices, Spend, Usage
 from draco.core.llm.redact import Redactor

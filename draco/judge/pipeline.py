@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from draco.config.options import one_of
+from draco.config.checks import one_of
 from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.core.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
 from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.config.options import number, one_of
+from draco.config.checks import number, one_of
 from draco.core.background import BackgroundLoop
 from draco.core.distributed import barrier, gather
 from draco.core.errors import ConfigError, JudgeError, TrainingStopped

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draco.config.options import number, whole
+from draco.config.checks import number, whole
 from draco.core.distributed import rank
 from draco.core.errors import AdapterError, ConfigError
 from draco.core.files import resolve

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from draco.config.options import number, whole
+from draco.config.checks import number, whole
 from draco.core.types import Message, Step, Task, Termination, Trajectory
 from draco.env.base import ActionSpan, Episode
 from draco.policy.chat import ChatFormat

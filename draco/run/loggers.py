@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from omegaconf import OmegaConf
 
-from draco.config.options import one_of
+from draco.config.checks import one_of
 from draco.core import files as durable
 
 __all__ = ["MetricsCsv", "WandbMetrics", "finish", "read_metrics", "wandb_logger", "write_metrics"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from draco.config.options import number, one_of, whole
+from draco.config.checks import number, one_of, whole
 from draco.core.errors import ConfigError
 
 __all__ = ["Aggregation", "LossOptions", "UpdateOptions"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draco.config.options import whole
+from draco.config.checks import whole
 from draco.core.types import Termination
 from draco.rollout.engines.base import Engine, at_a_time
 from draco.rollout.engines.cache import select_rows, slab_cache

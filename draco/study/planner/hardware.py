@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from draco.config.options import number, whole
+from draco.config.checks import number, whole
 from draco.core.errors import ConfigError
 
 __all__ = ["GPUS", "Assumptions", "Gpu", "gpu_named"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from draco.config.options import whole
+from draco.config.checks import whole
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
 from draco.judge.context import needed_context

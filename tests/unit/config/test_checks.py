@@ -9,7 +9,7 @@ import pytest
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.credit.uniform import UniformCredit
-from draco.config.options import number, one_of, switch, whole
+from draco.config.checks import number, one_of, switch, whole
 from draco.core.errors import ConfigError
 
 

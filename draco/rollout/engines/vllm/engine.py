@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from draco.config.options import whole
+from draco.config.checks import whole
 from draco.core.background import BackgroundLoop
 from draco.core.distributed import gather, local_rank, rank
 from draco.core.errors import ConfigError, EngineError, ServerLost, ServerRefused, TrainingStopped
