@@ -163,9 +163,9 @@ def api_config(given: dict[str, Any]) -> DictConfig:
 
 def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
     from contextlib import closing
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
-    from draco.env.records import priced, record_of
+    from draco.env.records import record_of
     from draco.env.success import summarise
     from draco.run.train import instantiate
     from draco.study.api_agent import ApiAgent
@@ -206,13 +206,11 @@ def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
                 try:
                     with closing(agent.play(environment, left[split])) as playing:
                         for trajectory in playing:
-                            usage = agent.usage_of(trajectory)
-                            ledger.add(record_of(trajectory, evaluator, usage), usage)
+                            ledger.add(record_of(trajectory, evaluator, *agent.usage_of(trajectory)))
                 except ConfigError as error:
                     kept = f"; {len(ledger.episodes)} episodes are kept in {ledger.file}: the same command goes on"
                     raise ConfigError(f"{error}{kept if ledger.episodes else ''}") from error
-                found = [ledger.episodes[t.id, i] for t in tasks[split] for i in range(n)]
-                records = [replace(record, cost_usd=priced(usage, prices).cost_usd) for record, usage in found]
+                records = [ledger.episodes[t.id, i].priced(prices) for t in tasks[split] for i in range(n)]
                 yield {
                     "agent": agent.model,
                     "scaffold": environment.scaffold,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from draco.core.errors import ConfigError, DracoError
+from draco.core.llm.money import Prices
 
 __all__ = ["number", "parse", "prices_of", "run_main", "share", "split", "whole"]
 
@@ -135,8 +136,8 @@ def _real(given: Mapping[str, str], name: str, default: float, valid: Callable[[
     return value
 
 
-def prices_of(text: object, name: str = "prices") -> tuple[float, float, float] | None:
-    """USD a million tokens read, read again from a cache, and written; None where nothing is given.
+def prices_of(text: object, name: str = "prices") -> Prices | None:
+    """Prices of tokens read, read again from a cache, and written; None where nothing is given.
 
     Args:
         text: two or three numbers with commas; of two, reading again costs what reading does.
@@ -149,13 +150,11 @@ def prices_of(text: object, name: str = "prices") -> tuple[float, float, float] 
         return None
     try:
         values = [float(v) for v in str(text).split(",")]
-        if len(values) == 2:
-            values = [values[0], values[0], values[1]]
-        read, again, written = values
-        if not all(0 <= v < math.inf for v in values):
+        read, *again, written = values
+        if len(again) > 1 or not all(0 <= v < math.inf for v in values):
             raise ValueError
     except ValueError:
         raise ConfigError(
             f"{name}={text}: expected READ,WRITTEN or READ,READ_AGAIN,WRITTEN in USD per million, each 0 or more"
         ) from None
-    return read, again, written
+    return Prices(read, written, *again)

@@ -1,36 +1,18 @@
-"""One record an evaluated rollout: the only place where success meets a trajectory."""
+"""One record for each evaluated rollout: the only place where success meets a trajectory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from draco.core.llm.money import Prices, Usage
 from draco.core.types import Group, Task, Termination, Trajectory
 from draco.env.base import CODE, TOOL_CALL, Evaluator, Outcome
 
-__all__ = [
-    "EvalRecord",
-    "Prices",
-    "Usage",
-    "evaluate_end_state",
-    "evaluate_groups",
-    "priced",
-    "record_of",
-    "token_usage",
-]
+__all__ = ["EvalRecord", "evaluate_end_state", "evaluate_groups", "record_of", "token_usage"]
 
 _REMINDERS = (CODE.reminder, TOOL_CALL.reminder)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the policy's turns took, as a provider would count it."""
-
-    input_tokens: int  #: read for the first time: the prompt, observations, template glue and earlier turns, once each
-    cached_tokens: int  #: read again with every later turn
-    output_tokens: int
-    cost_usd: float | None = None  #: None: nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +23,28 @@ class EvalRecord:
     scenario_id: str
     difficulty: int
     sample: int
-    success: bool | None  #: None: the evaluator failed (`error`); no score, and counted as such
+    success: bool | None  #: None: the evaluator failed (`error`); there is no score, and it is counted as such
     termination: str
     turns: int
-    step_tokens: int
+    step_tokens: int  #: tokens that the policy wrote
     faults: tuple[str, ...] = ()
     causal_steps: tuple[int, ...] = ()
     error: str = ""
     interactions: int = 0  #: turns whose actions the environment ran and answered
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    cost_usd: float | None = None
+    input_tokens: int = 0  #: read for the first time: prompt, observations, template and earlier turns, once each
+    cached_tokens: int = 0  #: read again in a later turn
+    cost_usd: float | None = None  #: None: unknown
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able fields."""
         return asdict(self)
+
+    def priced(self, prices: Prices | None) -> EvalRecord:
+        """The same record with its cost at `prices`; None leaves the cost as it is."""
+        if prices is None:
+            return self
+        usage = Usage(self.input_tokens + self.cached_tokens, self.step_tokens, self.cached_tokens)
+        return replace(self, cost_usd=prices.cost(usage))
 
 
 def evaluate_end_state(evaluator: Evaluator | None, task: Task, end_state: str, termination: Termination) -> Outcome:
@@ -66,43 +55,32 @@ def evaluate_end_state(evaluator: Evaluator | None, task: Task, end_state: str, 
         return Outcome(False, error=f"quarantined: {termination}")
     try:
         return evaluator.evaluate(task, end_state)
-    except Exception as error:  # an evaluator is foreign code; its fault must not end a run, nor become a score
+    except Exception as error:  # an evaluator is foreign code: its fault neither ends a run nor becomes a score
         return Outcome(None, error=f"{type(error).__name__}: {error}")
 
 
 def token_usage(trajectory: Trajectory) -> Usage:
-    """Usage of a token-exact trajectory: every turn reads all that came before it."""
+    """What a provider would count for a trajectory with token ids: every turn reads all that came before it."""
     starts: dict[int, int] = {}
     for step in trajectory.steps:
         starts.setdefault(step.turn, step.span[0])
-    output = sum(trajectory.step_tokens)
     once = starts[max(starts)] if starts else trajectory.prompt_tokens
-    return Usage(once, sum(starts.values()) - once if starts else 0, output)
-
-
-Prices = tuple[float, float, float]  #: USD per million tokens read for the first time, read again, written
-
-
-def priced(usage: Usage, prices: Prices | None) -> Usage:
-    """The same usage at reference prices; None leaves its cost as it is."""
-    if prices is None:
-        return usage
-    tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-    return replace(usage, cost_usd=sum(p * t for p, t in zip(prices, tokens, strict=True)) / 1e6)
+    read = sum(starts.values()) if starts else once
+    return Usage(read, sum(trajectory.step_tokens), read - once)
 
 
 def evaluate_groups(
-    groups: Iterable[Group],
-    evaluator: Evaluator | None,
-    usage: Callable[[Trajectory], Usage] = token_usage,
+    groups: Iterable[Group], evaluator: Evaluator | None, prices: Prices | None = None
 ) -> list[EvalRecord]:
-    """Evaluate every rollout, in batch order."""
+    """Evaluate every rollout, in batch order; `prices` are of the policy's tokens."""
     ordered = sorted(groups, key=lambda g: g.index)
-    return [record_of(t, evaluator, usage(t)) for g in ordered for t in g.trajectories]
+    return [record_of(t, evaluator, token_usage(t)).priced(prices) for g in ordered for t in g.trajectories]
 
 
-def record_of(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage) -> EvalRecord:
-    """Evaluate one rollout."""
+def record_of(
+    trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage, cost_usd: float | None = None
+) -> EvalRecord:
+    """Evaluate one rollout whose turns took `usage`."""
     task = trajectory.task
     outcome = evaluate_end_state(evaluator, task, trajectory.end_state, trajectory.termination)
     fault = f": {trajectory.error}" if trajectory.termination.quarantined and trajectory.error else ""
@@ -119,7 +97,7 @@ def record_of(trajectory: Trajectory, evaluator: Evaluator | None, usage: Usage)
         causal_steps=outcome.causal_steps,
         error=outcome.error + fault,
         interactions=len({s.turn for s in trajectory.steps if s.observation and s.observation not in _REMINDERS}),
-        input_tokens=usage.input_tokens,
-        cached_tokens=usage.cached_tokens,
-        cost_usd=usage.cost_usd,
+        input_tokens=usage.tokens_in - usage.tokens_cached,
+        cached_tokens=usage.tokens_cached,
+        cost_usd=cost_usd,
     )

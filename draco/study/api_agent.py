@@ -19,11 +19,11 @@ import tenacity
 
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, EngineError, ServerRefused
+from draco.core.llm.money import Usage
 from draco.core.llm.redact import Redactor
 from draco.core.llm.transport import retry_after
 from draco.core.types import Message, Step, Task, Termination, Trajectory
 from draco.env.base import Environment, Episode, Reply
-from draco.env.records import Usage
 from draco.rollout.rollout import Limits
 
 __all__ = ["ApiAgent"]
@@ -89,7 +89,7 @@ class ApiAgent:
     ) -> None:
         self.model, self.limits, self.temperature = model, limits, temperature
         self.concurrency, self.max_retries = concurrency, max_retries
-        self.usage: dict[tuple[str, int], Usage] = {}
+        self.usage: dict[tuple[str, int], tuple[Usage, float | None]] = {}
         self._more = {k: v for k, v in (("temperature", temperature), ("api_base", api_base)) if v is not None}
         if limits.max_turn_tokens:
             self._more["max_tokens"] = limits.max_turn_tokens
@@ -139,9 +139,9 @@ class ApiAgent:
         await self._litellm.close_litellm_async_clients()
         self._litellm.in_memory_llm_clients_cache.flush_cache()  # else the closed ones would be used again
 
-    def usage_of(self, trajectory: Trajectory) -> Usage:
-        """What an episode took."""
-        return self.usage.get((trajectory.task.id, trajectory.sample), Usage(0, 0, 0))
+    def usage_of(self, trajectory: Trajectory) -> tuple[Usage, float | None]:
+        """What an episode took: tokens, and USD if the price is known."""
+        return self.usage.get((trajectory.task.id, trajectory.sample), (Usage(), None))
 
     async def _play(
         self,
@@ -199,7 +199,10 @@ class ApiAgent:
             termination, error = Termination.ENVIRONMENT_ERROR, f"{type(fault).__name__}: {fault}"
         finally:
             await _on(episode, "release", episode.close)
-        self.usage[task.id, sample] = Usage(talk.prompt, talk.cached, talk.output, talk.cost)
+        self.usage[task.id, sample] = (
+            Usage(talk.prompt + talk.cached, talk.output, talk.cached),
+            talk.cost,
+        )
         return Trajectory(
             task, sample, tuple(talk.messages), (), (), (), tuple(talk.steps), termination, talk.first_prompt, 0,
             sample, end_state=end_state, error=error,

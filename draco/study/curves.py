@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from draco.core.llm.money import Prices
 from draco.core.types import Termination
 from draco.run.numbers import StepNumbers, Verdicts, archive_numbers, total, windows
 from draco.study.figures import Figure, Panel, Series
@@ -26,7 +27,7 @@ _SMOOTH = 5  #: steps of the moving average that F4 and F7 draw of a run of at l
 
 def all_figures(
     runs: Sequence[Run], numbers: Mapping[Path, list[StepNumbers]] | None = None, *, window: int = 10,
-    prices: Sequence[float] | None = None,
+    prices: Prices | None = None,
 ) -> list[Figure]:  # fmt: skip
     """Every figure, those without data included.
 
@@ -90,7 +91,7 @@ def _scatter(split: str, rows: Mapping[str, Sequence[Evaluation]], cost: _Cost) 
     return Panel(split + (f" ({without})" if series and without else ""), tuple(series), "scatter", gap=gap)
 
 
-def _cost_success(cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
+def _cost_success(cells: Mapping[str, list[Run]], prices: Prices | None) -> Figure:
     panels, said = [], list[str]()
     trained = [r for c in cells.values() for r in c]
     for split in splits(trained, base=True):
@@ -183,7 +184,7 @@ def _pass_k(cells: Mapping[str, list[Run]]) -> Figure:
                   tuple(panels) or (_nothing("no evaluation"),), note=" ".join(said))  # fmt: skip
 
 
-def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Sequence[float] | None) -> Figure:
+def _frontier(runs: Sequence[Run], cells: Mapping[str, list[Run]], prices: Prices | None) -> Figure:
     models = [r for r in runs if not r.trained]
     title = "F6 · Frontier models and trained policies by cost"
     if not models:

@@ -14,7 +14,8 @@ import torch
 from omegaconf import DictConfig
 
 from draco.core.errors import ConfigError
-from draco.env.records import Prices, evaluate_groups, priced, token_usage
+from draco.core.llm.money import Prices
+from draco.env.records import evaluate_groups
 from draco.env.success import summarise
 from draco.run import checkpoint
 from draco.run.loader import EvalLoader, select_tasks
@@ -70,7 +71,7 @@ def evaluate_checkpoints(
                 (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
                 with torch.no_grad():
                     groups = rollout.generate(policy, batch)
-                    records = evaluate_groups(groups, parts.evaluator, lambda t: priced(token_usage(t), prices))
+                    records = evaluate_groups(groups, parts.evaluator, prices)
                 yield {
                     "run": str(run),
                     "scaffold": parts.environment.scaffold,

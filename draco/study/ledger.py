@@ -1,21 +1,21 @@
 """What an evaluation has paid for, on the disk as it comes: a JSONL file beside the result.
 
 {"evaluation": {"agent": …, "split": …, …}}       first line: what was evaluated
-{"record": {…}, "usage": {…}}                     one line an episode
+{"record": {…}}                                   one line an episode
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from draco.core import jsonl
 from draco.core.errors import ConfigError
 from draco.core.types import Termination
-from draco.env.records import EvalRecord, Usage
+from draco.env.records import EvalRecord
 
 __all__ = ["Ledger"]
 
@@ -36,7 +36,7 @@ class Ledger:
 
     def __init__(self, file: Path, evaluation: Mapping[str, Any]) -> None:
         self.file, self.evaluation = file, json.loads(json.dumps(evaluation))
-        self.episodes: dict[tuple[str, int], tuple[EvalRecord, Usage]] = {}
+        self.episodes: dict[tuple[str, int], EvalRecord] = {}
         self._begun = False  #: something was appended by this process
         self._read()
 
@@ -45,7 +45,7 @@ class Ledger:
         try:
             past = lines[0]["evaluation"] if lines else self.evaluation
             for line in lines[1:]:
-                self._keep(_record(line["record"]), Usage(**line["usage"]))
+                self._keep(_record(line["record"]))
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.file} is no list of evaluated episodes ({type(error).__name__}: {error}); delete it, or give "
@@ -58,25 +58,23 @@ class Ledger:
                     "another out=, or what it began with"
                 )
 
-    def _keep(self, record: EvalRecord, usage: Usage) -> None:
-        self.episodes[record.task_id, record.sample] = (record, usage)
+    def _keep(self, record: EvalRecord) -> None:
+        self.episodes[record.task_id, record.sample] = record
 
     def played(self, task_id: str, sample: int) -> bool:
         """Whether this episode need not be played."""
         found = self.episodes.get((task_id, sample))
-        return found is not None and (
-            found[0].termination != Termination.ENGINE_ERROR or ": refused: " in found[0].error
-        )
+        return found is not None and (found.termination != Termination.ENGINE_ERROR or ": refused: " in found.error)
 
-    def add(self, record: EvalRecord, usage: Usage) -> None:
+    def add(self, record: EvalRecord) -> None:
         """Append one episode; it has left the process when this returns."""
         if not self._begun:
             jsonl.mend(self.file)
             if not self.file.is_file() or not self.file.stat().st_size:
                 jsonl.append(self.file, {"evaluation": self.evaluation})
             self._begun = True
-        jsonl.append(self.file, {"record": record.as_dict(), "usage": asdict(usage)})
-        self._keep(record, usage)
+        jsonl.append(self.file, {"record": record.as_dict()})
+        self._keep(record)
 
 
 def _record(content: Mapping[str, Any]) -> EvalRecord:

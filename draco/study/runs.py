@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from draco.core.errors import ConfigError
+from draco.core.llm.money import Prices, Usage
 from draco.run.archive import step_folders
 from draco.run.loggers import read_metrics
 
@@ -36,11 +37,11 @@ class Evaluation:
         value = self.content.get(name)
         return float(value) if isinstance(value, int | float) else None
 
-    def cost_usd(self, prices: Sequence[float] | None) -> float | None:
+    def cost_usd(self, prices: Prices | None) -> float | None:
         """USD of one pass over the tasks: as recorded, else tokens × `prices` where the records count tokens.
 
         Args:
-            prices: USD per million tokens read for the first time, read again, written.
+            prices: of the policy's tokens.
         """
         recorded = self.figure("cost_usd")
         if recorded is not None or prices is None:
@@ -49,8 +50,8 @@ class Evaluation:
         for record in self.content.get("records", ()):
             if not record.get("input_tokens"):
                 return None
-            tokens = (record["input_tokens"], record.get("cached_tokens", 0), record["step_tokens"])
-            total += sum(p * t for p, t in zip(prices, tokens, strict=True)) / 1e6
+            again = record.get("cached_tokens", 0)
+            total += prices.cost(Usage(record["input_tokens"] + again, record["step_tokens"], again))
         return total / self.n if total else None
 
     @property

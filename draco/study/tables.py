@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from draco.core.llm.money import Prices
 from draco.study.rows import bases, by_setting, fault_notes, finals, many, splits
 from draco.study.runs import Evaluation, Run
 from draco.study.statistics import Spread, mean_std, paired_bootstrap, task_means
@@ -58,12 +59,12 @@ def _shown(cell: Cell, form: str) -> str:
 Reader = Callable[[Evaluation], float | None]
 
 
-def all_tables(runs: Sequence[Run], prices: Sequence[float] | None = None) -> list[Table]:
+def all_tables(runs: Sequence[Run], prices: Prices | None = None) -> list[Table]:
     """Every table; one without any figure says so.
 
     Args:
         runs: run folders, and folders of evaluation files for frontier rows.
-        prices: USD per million tokens read for the first time, read again, written; see `Evaluation.cost_usd`.
+        prices: of the policy's tokens; see `Evaluation.cost_usd`.
     """
     trained = [r for r in runs if r.trained]
     return [
@@ -180,7 +181,7 @@ def _self_judge(runs: Sequence[Run]) -> Table:
     return Table(name, title, ("setting", "judge", *columns), rows, notes=(*_counts(runs), *gaps))
 
 
-def _models(runs: Sequence[Run], prices: Sequence[float] | None) -> Table:
+def _models(runs: Sequence[Run], prices: Prices | None) -> Table:
     name, title = "T8_models", "T8 · Models: success and the cost of evaluating them"
     columns = ("model", "split", "TGC", "SGC", "turns", "cost of one pass (USD)", "cost a task (USD)")
     rows: list[tuple[Cell, ...]] = []

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from draco.core.errors import ConfigError, EnvironmentFault
+from draco.core.llm.money import Prices, Usage
 from draco.core.types import Termination
-from draco.env.records import EvalRecord, Prices
+from draco.env.records import EvalRecord
 from draco.env.success import summarise
 
 __all__ = [
@@ -136,7 +137,7 @@ def parse_results(
     Args:
         file: results.json of tau2.
         n: trials a task that were asked for; a trial that is not there has failed.
-        prices: USD per million tokens of the agent: read, read again (tau2 does not tell these apart), written.
+        prices: of the agent's tokens (tau2 does not tell apart what is read again).
             tau2 knows no price of a local model and writes 0.
         user_prices: the same of the user simulator.
 
@@ -260,9 +261,7 @@ def _missing(task: str, sample: int) -> EvalRecord:
 
 
 def _cost(tokens: Sequence[int], prices: Prices | None) -> float | None:
-    if prices is None:
-        return None
-    return (tokens[0] * prices[0] + tokens[1] * prices[-1]) / 1e6
+    return None if prices is None else prices.cost(Usage(*tokens))
 
 
 @contextmanager

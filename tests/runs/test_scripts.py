@@ -14,6 +14,7 @@ import pytest
 from support.runs import QUICK, train
 
 from draco.config.arguments import prices_of
+from draco.core.llm.money import Prices
 from draco.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -218,8 +219,8 @@ def test_evaluate_names_options_that_do_not_go_together(arguments: list[str], me
 
 
 def test_prices() -> None:
-    assert prices_of("1,4") == (1.0, 1.0, 4.0)
-    assert prices_of("1,0.1,4") == (1.0, 0.1, 4.0)
+    assert prices_of("1,4") == Prices(1.0, 4.0)
+    assert prices_of("1,0.1,4") == Prices(1.0, 4.0, 0.1)
     assert prices_of(None) is None
     with pytest.raises(ConfigError, match="prices=free"):
         prices_of("free")

@@ -461,7 +461,7 @@ def judged(n: int, body: dict[str, Any]) -> tuple[int, str]:
 
 
 OPTIONS = (
-    "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "engine._target_=appworld_agent.ScriptedCoder",
+    "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "engine._target_=support.appworld_agent.ScriptedCoder",
     "limits.max_prompt_tokens=12000", "limits.max_response_tokens=12000", "limits.max_turn_tokens=0", "policy.rank=2",
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from support import appworld_fake
 from support.configuration import configuration
 from support.templates import template
 from transformers import AutoTokenizer
@@ -53,7 +54,7 @@ from draco.rollout.rollout import Limits, Rollout
 from draco.run.train import build
 from draco.update.options import LossOptions
 
-FAKE = str(Path(__file__).parent / "appworld_fake.py")
+FAKE = appworld_fake.__file__
 INSIDE = Path(roots.__file__).parent
 
 

@@ -14,6 +14,7 @@ import evaluate
 import pytest
 
 from draco.core.errors import ConfigError, EnvironmentFault
+from draco.core.llm.money import Prices
 from draco.study.runs import open_run
 from draco.study.tables import all_tables
 from draco.study.tau import TauOptions, parse_results, run_tau2, tau2_command
@@ -70,7 +71,9 @@ BANKING = [
 
 
 def test_infrastructure_errors_and_missing_runs_are_failures(tmp_path: Path) -> None:
-    found = parse_results(results(tmp_path / "r.json", BANKING), n=2, prices=(2.0, 8.0), user_prices=(1.0, 4.0))
+    found = parse_results(
+        results(tmp_path / "r.json", BANKING), n=2, prices=Prices(2.0, 8.0), user_prices=Prices(1.0, 4.0)
+    )
     # 3 of 3 × 2: tau2 itself would report 3 of 4 that it counts.
     assert found["tgc"] == pytest.approx(3 / 6)
     assert found["tgc_pass_hat"] == pytest.approx([0.5, 1 / 3])
