@@ -15,6 +15,7 @@ import report as report_script
 from support.report_fixture import HOSTILE, evaluation, write_run
 
 from draco.core.errors import ConfigError
+from draco.core.llm.money import Prices
 from draco.run.numbers import Verdicts, step_numbers
 from draco.study.agreement import agreement
 from draco.study.curves import all_figures, over_seeds
@@ -188,7 +189,7 @@ def test_tokens_times_prices_where_an_evaluation_has_no_cost(run: Path) -> None:
     (final,) = open_run(run).final_evaluations("test_normal")
     assert final.cost_usd(None) is None
     # 4 rollouts of (1000·2 + 500·1 + 10·8) / 1e6, over n = 2 runs of each task
-    assert final.cost_usd((2.0, 1.0, 8.0)) == pytest.approx(2 * 2580 / 1e6)
+    assert final.cost_usd(Prices(2.0, 8.0, 1.0)) == pytest.approx(2 * 2580 / 1e6)
 
 
 def test_tables(tmp_path: Path, run: Path) -> None:
