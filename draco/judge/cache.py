@@ -12,9 +12,11 @@ Nothing here holds a key of the provider: texts arrive redacted, and of a prompt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import sqlite3
 import time
 import zlib
@@ -102,10 +104,12 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank={rank:04d}.sqlite"
         if not self.path.is_file():
-            made = self.path.with_suffix(".tmp")
+            made = self.path.with_suffix(f".{os.getpid()}.tmp")
             made.unlink(missing_ok=True)
             _open(made).close()
-            made.rename(self.path)  # whole or not there: the other ranks look for it now, and two cannot begin one
+            with contextlib.suppress(FileExistsError):
+                os.link(made, self.path)  # complete or not there: other ranks look for it now; the first one wins
+            made.unlink()
         self._own = _open(self.path)
         self._others = [_open(p) for p in sorted(folder.glob("rank=*.sqlite")) if p != self.path]
 

@@ -11,21 +11,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from pydoc import locate
 from typing import Any, Generic, Literal, TypeVar
 
 import tenacity
 
 from draco.config.checks import listed, number, one_of, whole
 from draco.core.errors import JudgeCallError, JudgeConfigError, JudgeReplyError, TrainingStopped
-from draco.core.llm.money import Prices, Spend, Usage
+from draco.core.llm.faults import Fault, retrying
+from draco.core.llm.money import Prices, Usage
 from draco.core.llm.redact import Redactor
-from draco.core.llm.transport import Endpoint, Fault, Reply, Transport
+from draco.core.llm.transport import Endpoint, Reply, Transport
 from draco.judge.breaker import Breaker
+from draco.judge.budget import Spend
 from draco.judge.cache import Store, Stored, key_of
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.limits import Pace
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
@@ -152,23 +158,24 @@ class JudgeClient:
         self.options = o = JudgeOptions(model, **options)
         self.model, self.temperature = o.model, o.temperature
         self.plan, self.ensemble = o.plan, o.ensemble
-        fallbacks = (Endpoint.of(f).placed() for f in o.fallbacks)
-        self.endpoints = (Endpoint(o.model, o.api_base, o.api_key).placed(), *fallbacks)
-        self.members = tuple(_member(m, self.endpoints[0]) for m in o.members)  #: who score; empty: `model` alone
+        fallbacks = (JudgeEndpoint.listed(f, "judge.fallbacks") for f in o.fallbacks)
+        own = JudgeEndpoint(o.model, o.api_base, o.api_key)
+        self.endpoints = (own, *fallbacks)
+        #: who score; empty: `model` alone
+        self.members = tuple(JudgeEndpoint.listed(m, "judge.members", near=own) for m in o.members)
         self.redact = Redactor(e.api_key for e in (*self.endpoints, *self.members))
         self.transport = Transport(
-            temperature=o.temperature,
-            max_tokens=o.max_tokens,
+            {"temperature": o.temperature, "max_tokens": o.max_tokens},
             response_schema=o.response_schema,
-            prices=Prices.of(o.prices),
-            provider=o.provider,
+            prices=prices_of(o.prices),
+            register=None if o.provider is None else partial(_register, o.provider),
             redact=self.redact,
         )
         self.spend = Spend(o.max_usd, o.max_tokens_total)
         self.breaker = Breaker(o.fallback_s)
         self.unreachable = 0  #: calls given up because the provider failed, retries and fallbacks exhausted
         self.model_changes = 0
-        self._grows = tenacity.wait_exponential(multiplier=o.backoff_s, max=60.0) + tenacity.wait_random(0, o.backoff_s)
+        self._uncounted: set[str] = set()  #: models whose replies came without their tokens
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._folder: Path | None = None
         self._store: Store | None = None
@@ -245,7 +252,7 @@ class JudgeClient:
         names = ("api_base", "api_key", "timeout_s", "section")
         place = {name: arguments.pop(name) for name in names if name in arguments}
         self.redact.add(place.get("api_key"))
-        return JudgeMember(self, Endpoint(model, **place, arguments=arguments).placed())
+        return JudgeMember(self, JudgeEndpoint(model, **place, arguments=arguments))
 
     def voters(self) -> tuple[JudgeMember, ...]:
         """This judge's calls to each of its `members`."""
@@ -333,7 +340,7 @@ class JudgeClient:
             try:
                 reply = await self._retry(call, endpoint, messages, last=last, once=turn == "try")
             except Fault as fault:
-                error = fault.final(endpoint)
+                error = endpoint.error(fault)
                 if isinstance(error, JudgeConfigError):
                     raise error from None
                 if fault.passing:
@@ -357,22 +364,12 @@ class JudgeClient:
     async def _retry(
         self, call: _Call[T], endpoint: Endpoint, messages: list[dict[str, str]], *, last: bool, once: bool
     ) -> Reply:
-        def pause(state: tenacity.RetryCallState) -> float:
-            fault = state.outcome.exception() if state.outcome else None
-            return max(self._grows(state), fault.wait_s if isinstance(fault, Fault) else 0.0)
-
         def enough(state: tenacity.RetryCallState) -> bool:
             if once or (not last and self.breaker.open(endpoint.place)):  # another call has given it up meanwhile
                 return True
             return state.attempt_number > self.options.max_retries or state.upcoming_sleep >= self._left(call)
 
-        retrying = tenacity.AsyncRetrying(
-            stop=enough,
-            wait=pause,
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, Fault) and error.passing),
-            reraise=True,
-        )
-        async for attempt in retrying:
+        async for attempt in retrying(enough, self.options.backoff_s):
             with attempt:
                 # The slot is given back while a failed attempt waits for its next one.
                 async with self._slot():
@@ -395,7 +392,9 @@ class JudgeClient:
         self.spend.under_way += guess
         timeout_s = min(endpoint.timeout_s or self.options.timeout_s, left)
         try:
-            reply = await self.transport.send(endpoint, messages, call.request.phase, call.schema, timeout_s)
+            reply = await self.transport.complete(
+                messages, endpoint, timeout_s=timeout_s, schema=(call.request.phase, call.schema)
+            )
         except Fault as fault:
             use.tokens = 0
             if fault.wait_s:
@@ -411,8 +410,18 @@ class JudgeClient:
         self._replies += 1
         self._reply_tokens += reply.usage.tokens_out
         self.spend.add(reply.usage, reply.cost_usd, guess, estimated=reply.estimated)
+        self._warn_if_estimated(endpoint.model, reply)
         self._check_served(call, reply)
         return reply
+
+    def _warn_if_estimated(self, model: str, reply: Reply) -> None:
+        if reply.estimated and model not in self._uncounted:
+            self._uncounted.add(model)
+            log.warning(
+                "%s does not say how many tokens its calls take: they are estimated, four bytes a token, and so are "
+                "their cost and what counts against judge.max_tokens_total and judge.max_usd",
+                model,
+            )
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -555,7 +564,7 @@ class JudgeMember:
     fallbacks, which stand in for its own model, are not used."""
 
     client: JudgeClient
-    endpoint: Endpoint
+    endpoint: JudgeEndpoint
 
     @property
     def model(self) -> str:
@@ -576,12 +585,32 @@ class JudgeMember:
         return await self.client.call(replace(request, endpoint=self.endpoint))
 
 
-def _member(given: str | Mapping[str, Any], main: Endpoint) -> Endpoint:
-    """An entry of `judge.members`: where it names no address it is where the main model is, with the main key."""
-    own = Endpoint.of(given, "judge.members")
-    if own.api_base is None:
-        own = replace(own, api_base=main.api_base, api_key=own.api_key or main.api_key)
-    return own.placed()  # a key goes to no other address than its own
+def prices_of(given: Mapping[str, Any] | None) -> Prices | None:
+    """From `judge.prices`.
+
+    Raises:
+        JudgeConfigError: not such a mapping.
+    """
+    if given is None:
+        return None
+    try:
+        made = Prices(**{str(k): None if v is None else float(v) for k, v in given.items()})  # type: ignore[arg-type]
+        each = (made.input, made.output, made.cached or 0.0)
+        if min(each) < 0 or not all(map(math.isfinite, each)):
+            raise ValueError
+    except (TypeError, ValueError, AttributeError):
+        raise JudgeConfigError(
+            f"judge.prices is {given}; expected USD a million tokens as {{input: 1.25, output: 10, cached: 0.125}}"
+        ) from None
+    return made
+
+
+def _register(provider: str) -> None:
+    """Call the function that `judge.provider` names."""
+    register = locate(provider.replace(":", "."))
+    if not callable(register):
+        raise JudgeConfigError(f"judge.provider {provider!r} is no function; expected module:function")
+    register()
 
 
 def _name(served: tuple[str, str]) -> str:

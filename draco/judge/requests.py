@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from draco.core.llm.transport import Endpoint
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.records import CallRecord
 
 __all__ = ["ASKER", "JudgeRequest"]
@@ -36,4 +36,4 @@ class JudgeRequest(Generic[T]):
     version: str = ""  #: of the packaged texts behind `messages`; empty: those of the paper's prompt for `phase`
     schema: Mapping[str, Any] | None = None  #: JSON Schema of the reply; None: that of `phase`
     salt: str = ""  #: part of the cache key: the adapter's hash where the policy is the judge
-    endpoint: Endpoint | None = None  #: whom to ask; None: the client's model and its fallbacks
+    endpoint: JudgeEndpoint | None = None  #: whom to ask; None: the client's model and its fallbacks

@@ -19,9 +19,9 @@ import tenacity
 
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, EngineError, ServerRefused
+from draco.core.llm.faults import retry_after
 from draco.core.llm.money import Usage
 from draco.core.llm.redact import Redactor
-from draco.core.llm.transport import retry_after
 from draco.core.types import Message, Step, Task, Termination, Trajectory
 from draco.env.base import Environment, Episode, Reply
 from draco.rollout.rollout import Limits

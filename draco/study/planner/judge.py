@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from draco.run.archive import read_table
 
 __all__ = [
     "PAPER_USD_A_CALL", "STATED", "Call", "archive_calls", "bill", "calls_a_step", "expected_calls", "implied_tokens",
-    "price_of",
 ]  # fmt: skip
 
 #: $1607 for 100 steps (method §8) of 16 groups of 6, 20 calls each
@@ -89,25 +87,6 @@ def archive_calls(run: Path) -> dict[str, Call]:
         phase: Call(i / n, o / n, c / n, n / (groups if phase in _OF_GROUP else rollouts))
         for phase, (n, i, o, c) in sums.items()
     }
-
-
-def price_of(model: str, given: Mapping[str, Any] | None = None) -> Prices | None:
-    """`judge.prices`, or what litellm's packaged table says; None if that does not know the model."""
-    if given is not None:
-        return Prices.of(given)
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-
-    for name in (model, model.split("/", 1)[-1]):
-        found: Mapping[str, Any] = litellm.model_cost.get(name, {})
-        if "input_cost_per_token" in found:
-            cached = found.get("cache_read_input_token_cost")
-            return Prices(
-                found["input_cost_per_token"] * 1e6,
-                found["output_cost_per_token"] * 1e6,
-                None if cached is None else cached * 1e6,
-            )
-    return None
 
 
 def expected_calls(most: Mapping[str, float], means: Mapping[str, Call], groups: int, members: int) -> dict[str, float]:

@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 
 from draco.config.checks import whole
 from draco.core.errors import ConfigError
-from draco.core.llm.money import Prices
+from draco.core.llm.money import Prices, price_of
+from draco.judge.client import prices_of
 from draco.judge.context import needed_context
 from draco.run.launch import sharded
 from draco.study.planner.hardware import Assumptions, Gpu, gpu_named
@@ -24,7 +25,6 @@ from draco.study.planner.judge import (
     calls_a_step,
     expected_calls,
     implied_tokens,
-    price_of,
 )
 from draco.study.planner.memory import update_memory
 from draco.study.planner.model import ModelSize, build, model_config, size_of_model
@@ -286,7 +286,7 @@ def _judge(config: DictConfig, size: ModelSize, a: Assumptions, archive: Path | 
     means = STATED if archive is None else archive_calls(archive)
     model = str(stage.judge.get("model", ""))
     free = own or "scripted" in model
-    price = Prices(0.0, 0.0) if free else price_of(model, stage.judge.get("prices"))
+    price = Prices(0.0, 0.0) if free else prices_of(stage.judge.get("prices")) or price_of(model)
     step = bill(expected_calls(most, means, groups, members), means, price)
     run = {
         key: None if step[key] is None else step[key] * config.steps

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from draco.core.errors import JudgeConfigError, TrainingStopped
-from draco.core.llm.money import Prices, Spend, Usage
+from draco.core.llm.faults import retry_after
+from draco.core.llm.money import Prices, Usage
 from draco.core.llm.redact import Redactor
-from draco.core.llm.transport import Endpoint, retry_after
+from draco.judge.budget import Spend
+from draco.judge.client import prices_of
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.limits import Pace
 
 
@@ -100,14 +103,14 @@ def test_what_retry_after_may_look_like() -> None:
 
 
 def test_prices() -> None:
-    prices = Prices.of({"input": 2, "output": 8, "cached": None})
+    prices = prices_of({"input": 2, "output": 8, "cached": None})
     assert prices is not None
     assert prices.cost(Usage(500_000, 250_000, 100_000)) == pytest.approx(1.0 + 2.0)
     assert Prices(2.0, 8.0, 0.5).cost(Usage(500_000, 0, 100_000)) == pytest.approx(0.8 + 0.05)
-    assert Prices.of(None) is None
+    assert prices_of(None) is None
     for wrong in ({"input": 1}, {"input": "dear", "output": 1}, {"input": -1, "output": 1}, {"price": 3}):
         with pytest.raises(JudgeConfigError, match="million tokens"):
-            Prices.of(wrong)
+            prices_of(wrong)
 
 
 def test_a_cap_stops_before_the_call_that_would_pass_it() -> None:
@@ -172,9 +175,11 @@ def test_no_known_key_and_nothing_like_one_passes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_fallbacks_are_names_or_mappings() -> None:
-    assert Endpoint.of("a/b") == Endpoint("a/b")
-    assert Endpoint.of({"model": "a/b", "api_base": "http://x"}) == Endpoint("a/b", "http://x")
-    assert "secret" not in repr(Endpoint.of({"model": "a/b", "api_key": "secret"}))
+    assert JudgeEndpoint.listed("a/b", "judge.fallbacks") == JudgeEndpoint("a/b")
+    assert JudgeEndpoint.listed({"model": "a/b", "api_base": "http://x"}, "judge.fallbacks") == JudgeEndpoint(
+        "a/b", "http://x"
+    )
+    assert "secret" not in repr(JudgeEndpoint.listed({"model": "a/b", "api_key": "secret"}, "judge.fallbacks"))
     for wrong in ({"name": "x"}, 3):
         with pytest.raises(JudgeConfigError, match="fallbacks"):
-            Endpoint.of(wrong)  # type: ignore[arg-type]
+            JudgeEndpoint.listed(wrong, "judge.fallbacks")  # type: ignore[arg-type]

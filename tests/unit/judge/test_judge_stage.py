@@ -428,7 +428,7 @@ def test_configurations_build_their_stage(name: str) -> None:
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    evaluator = {"_target_": "test_judge_stage.ByEndState"}
+    evaluator = {"_target_": f"{__name__}.ByEndState"}
     config = OmegaConf.create({"seed": 3, "env": {"evaluator": evaluator}, "update": {"order": "batch"}})
     config.judge = OmegaConf.load(CONF / "judge" / "scripted.yaml")
     config.rubric = OmegaConf.load(CONF / "rubric" / f"{name}.yaml")

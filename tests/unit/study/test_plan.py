@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from draco.core.errors import ConfigError
-from draco.core.llm.money import Prices, Usage
+from draco.core.llm.money import Prices, Usage, price_of
+from draco.judge.client import prices_of
 from draco.policy.attention import pack_attention, packed_inputs
 from draco.policy.lora import fuse_lora
 from draco.policy.structure import hidden_states, output_head
@@ -39,7 +40,6 @@ from draco.study.planner.judge import (
     calls_a_step,
     expected_calls,
     implied_tokens,
-    price_of,
 )  # fmt: skip
 from draco.study.planner.memory import update_memory
 from draco.study.planner.model import build, layer_shards, model_config, size_of_model
@@ -209,7 +209,7 @@ def test_the_paper_s_bill_implies_tokens_a_call() -> None:
 
 def test_prices_are_given_packaged_or_unknown() -> None:
     assert price_of("openai/gpt-5.4") == Prices(2.5, 15.0, 0.25)
-    assert price_of("some/model", {"input": 1, "output": 2}) == Prices(1.0, 2.0)
+    assert prices_of({"input": 1, "output": 2}) == Prices(1.0, 2.0)
     assert price_of("some/model") is None
     assert bill({"score": 1}, STATED, None)["usd"] is None  # an unknown price is no zero
 
