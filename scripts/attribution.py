@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.env.desk.evaluator import DeskEvaluator
-from draco.env.desk.scenarios import plan
+from draco.env.desk.scenarios import gold_task
 from draco.run.archive import read_table
 
 WINDOWS = 4
@@ -45,7 +45,7 @@ def rows(run: Path) -> list[tuple[int, bool, float, float, bool]]:
         if c["advantage"] >= 0:
             continue
         task, end = ends[key]
-        outcome = DeskEvaluator().judge(plan(task), end)
+        outcome = DeskEvaluator().evaluate_gold(gold_task(task), end)
         causal = [j for j in outcome.causal_steps if j <= len(c["step_tokens"])]
         if outcome.success or not causal:
             continue

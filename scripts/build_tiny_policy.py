@@ -36,7 +36,7 @@ from draco.env.desk.agent import Agent
 from draco.env.desk.apps import APIS, APPS, NUMBERS
 from draco.env.desk.environment import RULES, DeskEpisode
 from draco.env.desk.evaluator import FAULTS, DeskEvaluator
-from draco.env.desk.scenarios import EVERY, SPLITS, Family, Plan, compose, plan, pools, task_ids
+from draco.env.desk.scenarios import EVERY, SPLITS, Family, GoldTask, compose, gold_task, pools, task_ids
 
 END = "<|end|>"
 #: single-token turn marks; a message is rendered on its own, so a longer conversation only appends
@@ -251,7 +251,7 @@ class Teacher:
         ids = [*before, *words * (width // len(words) + 1)][:width]
         return ids, [i > len(before) + len(words) for i in range(width)]
 
-    def _demonstrate(self, gold: Plan, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
+    def _demonstrate(self, gold: GoldTask, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
         episode, agent = DeskEpisode(gold), Agent(gold, rates, self.rng)
         ids = opening_ids(self._tok, episode)
         own = [False] * len(ids)
@@ -280,7 +280,7 @@ class Teacher:
         last = max(i for i, mine in enumerate(own) if mine) + 1
         return ids[:last], own[:last]
 
-    def _slip(self, said: list[int], gold: Plan, before: Sequence[str]) -> tuple[str, list[int], list[str]]:
+    def _slip(self, said: list[int], gold: GoldTask, before: Sequence[str]) -> tuple[str, list[int], list[str]]:
         """A garbled turn that changes nothing, its tokens and the answers: a token wrong or gone, or the start gone."""
         for _ in range(4):
             garbled, at = list(said), self.rng.randrange(len(said))
@@ -371,7 +371,7 @@ def clone(model: Any, data: Iterable[Batch], total: int, lr: float, name: str, d
 class _Row:
     """One rollout in the tick loop."""
 
-    def __init__(self, gold: Plan, tok: PreTrainedTokenizerFast, seed: str) -> None:
+    def __init__(self, gold: GoldTask, tok: PreTrainedTokenizerFast, seed: str) -> None:
         self.gold, self.tok = gold, tok
         self.episode = DeskEpisode(gold)
         self.forced = opening_ids(tok, self.episode)
@@ -406,7 +406,7 @@ class _Row:
 
 
 @torch.no_grad()
-def sample(model: Any, tok: PreTrainedTokenizerFast, golds: Sequence[Plan], seed: str) -> list[_Row]:
+def sample(model: Any, tok: PreTrainedTokenizerFast, golds: Sequence[GoldTask], seed: str) -> list[_Row]:
     """One rollout a task at temperature 1. Every row is fed one token a tick, so no row is padded."""
     model.eval()
     rows = [_Row(gold, tok, f"{seed} {gold.task.id}") for gold in golds]
@@ -422,10 +422,10 @@ def sample(model: Any, tok: PreTrainedTokenizerFast, golds: Sequence[Plan], seed
 
 def measure(model: Any, tok: PreTrainedTokenizerFast, split: str, seed: str = "measure") -> dict[str, Any]:
     """Success (TGC; SGC: all variants of a scenario), fault shares and sizes on a split."""
-    golds = [plan(task_id) for task_id in task_ids(split)]
+    golds = [gold_task(task_id) for task_id in task_ids(split)]
     start = time.perf_counter()
     rows = sample(model, tok, golds, seed)
-    outcomes = [DeskEvaluator().judge(row.gold, row.episode.end_state()) for row in rows]
+    outcomes = [DeskEvaluator().evaluate_gold(row.gold, row.episode.end_state()) for row in rows]
     scenarios: dict[str, list[bool]] = {}
     families: dict[str, list[bool]] = {}
     for gold, outcome in zip(golds, outcomes, strict=True):

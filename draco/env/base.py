@@ -130,7 +130,6 @@ class Environment(ABC):
     name: str
     scaffold: str = ""  #: which agent plays, for tables: prompt and loop, not the model
     caveats: tuple[str, ...] = ()  #: added to every judge prompt (method §5)
-    blocking: bool = False  #: True if `Episode.step` waits for another process and belongs on a worker thread
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from draco.core.types import Termination
 from draco.env.desk.agent import Agent
 from draco.env.desk.judge.reading import read_prompt
 from draco.env.desk.judge.replies import reply
-from draco.env.desk.scenarios import plan
+from draco.env.desk.scenarios import gold_task
 from draco.rollout.engines import Engine
 from draco.rollout.rollout import Rollout
 
@@ -71,7 +71,7 @@ class Chatty(Engine):
 
     def _act(self, rollout: Rollout) -> None:
         rates = {"wrong_amount": 0.4, "stops_early": 0.3, "forgets_confirmation": 0.4}
-        agent = Agent(plan(rollout.task.id), rates, Random(rollout.seed))
+        agent = Agent(gold_task(rollout.task.id), rates, Random(rollout.seed))
         (end,) = rollout.chat.end_ids
         observed: list[str] = []
         while rollout.termination is None:

@@ -9,23 +9,13 @@ from draco.env.base import Outcome
 from draco.env.desk.agent import Agent
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import DeskEvaluator
-from draco.env.desk.scenarios import plan
-
-FAULTS = (
-    "skips_pages",
-    "restates_secret",
-    "wrong_recipient",
-    "wrong_amount",
-    "duplicates",
-    "forgets_confirmation",
-    "stops_early",
-)
+from draco.env.desk.scenarios import gold_task
 
 
 def play(task: Task, sample: int, rates: dict[str, float], by_call: bool = False) -> tuple[Trajectory, Outcome]:
     """One rollout, and what the evaluator says of it; `by_call` makes every call a step of its own."""
     episode = DeskEnvironment().open(task, seed=sample)
-    agent = Agent(plan(task.id), rates, Random(f"{task.id}/{sample}"))
+    agent = Agent(gold_task(task.id), rates, Random(f"{task.id}/{sample}"))
     steps: list[Step] = []
     observed: list[str] = []
     turn = 0

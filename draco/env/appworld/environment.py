@@ -159,7 +159,6 @@ class AppWorldEnvironment(Environment):
     name = "appworld"
     scaffold = "draco's own code agent, not AppWorld's Simplified ReAct Code Agent"
     caveats = CAVEATS
-    blocking = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from draco.env.base import Outcome
 from draco.env.desk.apps import describe
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import DeskEvaluator
-from draco.env.desk.scenarios import plan
+from draco.env.desk.scenarios import gold_task
 
 _USAGE = "usage: python -m draco.env.desk list [SPLIT] | play TASK_ID"
 
@@ -30,7 +30,7 @@ def _list(split: str | None) -> None:
 
 
 def _play(task_id: str) -> None:
-    task = plan(task_id).task
+    task = gold_task(task_id).task
     episode = DeskEnvironment().open(task, seed=0)
     print(describe(), end="\n\n")
     for message in episode.opening:

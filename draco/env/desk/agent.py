@@ -9,7 +9,7 @@ from draco.env.base import TOOL_CALL
 from draco.env.desk.apps import APIS, COMPLETE
 from draco.env.desk.evaluator import HANDLERS, LISTS
 from draco.env.desk.parse import Call, write
-from draco.env.desk.scenarios import Block, Plan
+from draco.env.desk.scenarios import Block, GoldTask
 
 __all__ = ["Agent", "call"]
 
@@ -31,7 +31,7 @@ class Agent:
         rng: decides.
     """
 
-    def __init__(self, gold: Plan, rates: Mapping[str, float] | None = None, rng: Random | None = None) -> None:
+    def __init__(self, gold: GoldTask, rates: Mapping[str, float] | None = None, rng: Random | None = None) -> None:
         self._gold, self._rates, self._rng = gold, rates or {}, rng or Random(0)
         self._script = self._play()
         self._turns, self._thought = 0, ""

@@ -10,7 +10,7 @@ from draco.core.types import Message, Task
 from draco.env.base import Environment, Episode, Reply
 from draco.env.desk.apps import describe
 from draco.env.desk.parse import BadCall, parse
-from draco.env.desk.scenarios import SPLITS, Plan, plan, task_ids
+from draco.env.desk.scenarios import SPLITS, GoldTask, gold_task, task_ids
 from draco.env.desk.world import Refused, World
 
 __all__ = ["RULES", "DeskEnvironment", "DeskEpisode", "opening"]
@@ -32,7 +32,7 @@ _HOW = {
 }
 
 
-def opening(gold: Plan, *, verbose: bool) -> tuple[Message, Message]:
+def opening(gold: GoldTask, *, verbose: bool) -> tuple[Message, Message]:
     """System and user message of a task."""
     if verbose:
         system = _LONG.format(rules=RULES, how=_HOW[gold.style.name], apis=describe())
@@ -44,7 +44,7 @@ def opening(gold: Plan, *, verbose: bool) -> tuple[Message, Message]:
 class DeskEpisode(Episode):
     """One task in its own world. Never raises on what an agent writes."""
 
-    def __init__(self, gold: Plan, *, verbose: bool = False) -> None:
+    def __init__(self, gold: GoldTask, *, verbose: bool = False) -> None:
         self.format = gold.style
         self.opening = opening(gold, verbose=verbose)
         self._task_id = gold.task.id
@@ -114,8 +114,8 @@ class DeskEnvironment(Environment):
         return tuple(SPLITS)
 
     def tasks(self, split: str) -> tuple[Task, ...]:
-        return tuple(plan(task_id).task for task_id in task_ids(split))
+        return tuple(gold_task(task_id).task for task_id in task_ids(split))
 
     def open(self, task: Task, *, seed: int) -> DeskEpisode:
         """Start an episode. A task fixes its world, so `seed` changes nothing."""
-        return DeskEpisode(plan(task.id), verbose=self.verbose_prompt)
+        return DeskEpisode(gold_task(task.id), verbose=self.verbose_prompt)

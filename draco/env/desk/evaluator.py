@@ -15,7 +15,7 @@ from typing import Any
 from draco.core.errors import ConfigError
 from draco.core.types import Task
 from draco.env.base import Evaluator, Outcome
-from draco.env.desk.scenarios import Block, Plan, plan
+from draco.env.desk.scenarios import Block, GoldTask, gold_task
 from draco.env.desk.world import PAGE, Effect, restates
 
 __all__ = ["FAULTS", "DeskEvaluator"]
@@ -76,10 +76,10 @@ class DeskEvaluator(Evaluator):
 
     def evaluate(self, task: Task, end_state: str) -> Outcome:
         """Success, faults and causal steps; `detail["steps"]` has the steps of each fault."""
-        return self.judge(plan(task.id), end_state)
+        return self.evaluate_gold(gold_task(task.id), end_state)
 
-    def judge(self, gold: Plan, end_state: str) -> Outcome:
-        """The same against a given plan, for tasks that belong to no split."""
+    def evaluate_gold(self, gold: GoldTask, end_state: str) -> Outcome:
+        """The same against a given gold task, for tasks that belong to no split."""
         try:
             record = json.loads(end_state)
             if record["task"] != gold.task.id:
@@ -108,7 +108,7 @@ class _Missing:
 class _Case:
     """One record under examination; `faults` maps names to 0-based numbers of calls."""
 
-    def __init__(self, gold: Plan, record: Mapping[str, Any]) -> None:
+    def __init__(self, gold: GoldTask, record: Mapping[str, Any]) -> None:
         self.gold = gold
         self.calls: list[dict[str, Any]] = record["calls"]
         self.turns: list[int] = [call["turn"] for call in self.calls]

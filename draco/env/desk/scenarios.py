@@ -26,9 +26,9 @@ __all__ = [
     "SYLLABLES",
     "Block",
     "Family",
-    "Plan",
+    "GoldTask",
     "compose",
-    "plan",
+    "gold_task",
     "pools",
     "task_ids",
 ]
@@ -143,7 +143,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GoldTask:
     """A task with its gold, which stays with the evaluator and the scripted agent."""
 
     task: Task
@@ -303,7 +303,7 @@ _BUILDERS: Mapping[str, Callable[[_Draw, Facts, int], Block]] = {
 
 def compose(
     task_id: str, split: str, scenario: str, family: Family, order: tuple[str, ...], level: int, rng: Random
-) -> Plan:
+) -> GoldTask:
     """A task of blocks in the given order with parameters from the split's pools; `level` is the difficulty."""
     draw, world = _Draw(split, rng), Facts()
     blocks = tuple(_BUILDERS[kind](draw, world, 2 if level < 3 else 3) for kind in order)
@@ -318,7 +318,7 @@ def compose(
         difficulty=level,
         metadata={"action_style": family.style.name, "family": family.name, "apps": list(apps)},
     )
-    return Plan(task, blocks, world, family.style)
+    return GoldTask(task, blocks, world, family.style)
 
 
 def task_ids(split: str) -> tuple[str, ...]:
@@ -332,7 +332,7 @@ def task_ids(split: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def plan(task_id: str) -> Plan:
+def gold_task(task_id: str) -> GoldTask:
     """The task of that id with its gold.
 
     Raises:

@@ -24,7 +24,7 @@ from draco.env.desk.apps import APIS, APPS
 from draco.env.desk.environment import DeskEpisode
 from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.parse import BadCall, Call, parse, write
-from draco.env.desk.scenarios import FAMILIES, SPLITS, plan, pools, task_ids
+from draco.env.desk.scenarios import FAMILIES, SPLITS, gold_task, pools, task_ids
 
 ENV, EVALUATOR = DeskEnvironment(), DeskEvaluator()
 TASKS = [task for split in ENV.splits for task in ENV.tasks(split)]
@@ -33,7 +33,7 @@ SIZES = {"train": 90, "dev": 60, "test_normal": 168, "test_challenge": 168}
 
 def play(task: Task, rates: dict[str, float] | None = None, key: str = "") -> tuple[Agent, DeskEpisode]:
     """Let the scripted agent play a task to its end."""
-    agent, episode = Agent(plan(task.id), rates, Random(key)), ENV.open(task, seed=0)
+    agent, episode = Agent(gold_task(task.id), rates, Random(key)), ENV.open(task, seed=0)
     observed: list[str] = []
     while not agent.done:
         reply = episode.step([action.body for action in episode.format.parse(agent.turn(observed))])
@@ -45,7 +45,7 @@ def play(task: Task, rates: dict[str, float] | None = None, key: str = "") -> tu
 
 def run(task_id: str, *calls: Call, status: str = "done") -> tuple[DeskEpisode, list[str]]:
     """Run calls one a turn, then complete."""
-    gold = plan(task_id)
+    gold = gold_task(task_id)
     episode, said = DeskEpisode(gold), []
     for one in (*calls, call("desk.complete", status)):
         said += episode.step([gold.style.parse(write(one, gold.style))[0].body]).observations
@@ -55,7 +55,7 @@ def run(task_id: str, *calls: Call, status: str = "done") -> tuple[DeskEpisode, 
 def find(kind: str, split: str = "train") -> tuple[str, int]:
     """A task that has a block of this kind, and the block's position."""
     for task_id in task_ids(split):
-        for index, block in enumerate(plan(task_id).blocks):
+        for index, block in enumerate(gold_task(task_id).blocks):
             if block.kind == kind:
                 return task_id, index
     raise AssertionError(kind)
@@ -166,7 +166,7 @@ def test_unknown_names_are_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match="test_challenge"):
         ENV.tasks("nope")
     with pytest.raises(ConfigError, match="train_003_2"):
-        plan("train_999_1")
+        gold_task("train_999_1")
     with pytest.raises(ConfigError, match="tool_call"):
         DeskEvaluator(step="word")
 
@@ -226,16 +226,16 @@ def test_what_is_written_is_parsed_back(style: object, data: st.DataObject) -> N
 @given(bodies=st.lists(st.one_of(st.text(), st.binary().map(repr), st.sampled_from([f"apis.{a}()" for a in APIS]))))
 def test_no_input_raises_and_every_action_gets_one_observation(bodies: list[str]) -> None:
     for task_id in ("train_000_1", "train_008_1"):
-        episode = DeskEpisode(plan(task_id))
+        episode = DeskEpisode(gold_task(task_id))
         reply = episode.step(bodies)
         assert len(reply.observations) == len(bodies)
         assert all(text.startswith("error: ") for text in reply.observations)
-        assert EVALUATOR.evaluate(plan(task_id).task, episode.end_state()).success is False
+        assert EVALUATOR.evaluate(gold_task(task_id).task, episode.end_state()).success is False
 
 
 def test_mistakes_change_nothing_and_come_back_as_observations() -> None:
     task_id, index = find("pay")
-    facts = plan(task_id).blocks[index].facts
+    facts = gold_task(task_id).blocks[index].facts
     _, said = run(
         task_id,
         call("pay.confirm", "p00"),
@@ -262,7 +262,7 @@ def test_nothing_can_be_done_after_completion() -> None:
 
 def test_deleting_moves_no_page() -> None:
     task_id, index = find("clean")
-    ids = plan(task_id).blocks[index].facts["ids"]
+    ids = gold_task(task_id).blocks[index].facts["ids"]
     _, said = run(
         task_id, call("mail.list", 2), call("mail.delete", ids[0]), call("mail.list", 2), call("mail.list", 1)
     )
@@ -272,7 +272,7 @@ def test_deleting_moves_no_page() -> None:
 
 def test_a_cancelled_mistake_does_no_harm() -> None:
     task_id, index = find("pay")
-    gold = plan(task_id)
+    gold = gold_task(task_id)
     facts = gold.blocks[index].facts
     held = gold.world.fresh["p"][0]
     episode, said = run(task_id, call("pay.send", facts["wrong"], facts["amount"]), call("pay.cancel", held))
@@ -285,29 +285,29 @@ def test_giving_up_and_never_finishing_are_told_apart() -> None:
     task_id, _ = find("pay")
     episode, _ = run(task_id, status="fail")
     assert episode.step(["apis.mail.list(page=1)"]).failed
-    assert EVALUATOR.evaluate(plan(task_id).task, episode.end_state()).faults == ("gave_up",)
-    idle = DeskEpisode(plan(task_id))
-    assert EVALUATOR.evaluate(plan(task_id).task, idle.end_state()).faults == ("unfinished",)
+    assert EVALUATOR.evaluate(gold_task(task_id).task, episode.end_state()).faults == ("gave_up",)
+    idle = DeskEpisode(gold_task(task_id))
+    assert EVALUATOR.evaluate(gold_task(task_id).task, idle.end_state()).faults == ("unfinished",)
 
 
 def test_a_secret_is_found_however_it_is_spelled() -> None:
     task_id, index = find("vault")
-    facts = plan(task_id).blocks[index].facts
+    facts = gold_task(task_id).blocks[index].facts
     spelled = "-".join(str(facts["key"]))
     episode, _ = run(task_id, call("notes.add", f"it is {spelled}!"))
-    assert "restates_secret" in EVALUATOR.evaluate(plan(task_id).task, episode.end_state()).faults
+    assert "restates_secret" in EVALUATOR.evaluate(gold_task(task_id).task, episode.end_state()).faults
 
 
 def test_keys_are_checked() -> None:
     task_id, index = find("vault")
-    facts = plan(task_id).blocks[index].facts
+    facts = gold_task(task_id).blocks[index].facts
     _, said = run(task_id, call("files.open", facts["name"], facts["key"] + 1), call("files.open", "nobody", 1))
     assert said[:2] == ["error: wrong key", "error: no such id"]
 
 
 def test_steps_are_counted_by_turn_or_by_call() -> None:
     task_id = next(t.id for t in ENV.tasks("train") if t.metadata["action_style"] == TOOL_CALL.name)
-    gold = plan(task_id)
+    gold = gold_task(task_id)
     for key in range(20):
         agent, episode = play(gold.task, {"restates_secret": 1.0}, str(key))
         turn = EVALUATOR.evaluate(gold.task, episode.end_state()).causal_steps
@@ -320,26 +320,26 @@ def test_steps_are_counted_by_turn_or_by_call() -> None:
 
 def test_a_turn_without_actions_counts_as_a_step() -> None:
     task_id, _ = find("pay")
-    episode = DeskEpisode(plan(task_id))
+    episode = DeskEpisode(gold_task(task_id))
     episode.idle()
     episode.step(['apis.desk.complete(status="done")'])
-    outcome = EVALUATOR.evaluate(plan(task_id).task, episode.end_state())
+    outcome = EVALUATOR.evaluate(gold_task(task_id).task, episode.end_state())
     assert outcome.causal_steps == (2,)
 
 
 @pytest.mark.parametrize("state", ["", "{}", "[]", "null", '{"task": "other"}'])
 def test_an_unreadable_end_state_is_no_verdict(state: str) -> None:
-    outcome = EVALUATOR.evaluate(plan("train_000_1").task, state)
+    outcome = EVALUATOR.evaluate(gold_task("train_000_1").task, state)
     assert outcome.success is None
     assert outcome.error
 
 
 def test_the_verbose_prompt_lists_every_call() -> None:
     for task_id in ("train_000_1", "train_008_1"):
-        system, user = DeskEnvironment(verbose_prompt=True).open(plan(task_id).task, seed=0).opening
+        system, user = DeskEnvironment(verbose_prompt=True).open(gold_task(task_id).task, seed=0).opening
         assert all(f"apis.{api}(" in system.content for api in APIS)
         assert CODE.open in system.content or TOOL_CALL.open in system.content
-        assert user.content == plan(task_id).task.instruction
+        assert user.content == gold_task(task_id).task.instruction
 
 
 def test_a_person_can_play(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

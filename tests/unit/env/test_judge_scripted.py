@@ -7,12 +7,13 @@ import json
 from typing import Any
 
 import pytest
-from support.judge_desk import FAULTS, play
+from support.judge_desk import play
 from support.judge_fakes import trajectory
 
 from callbacks.rubric.static import load_criteria
 from draco.core.types import Group, Message, Step, Trajectory
 from draco.env.desk.environment import DeskEnvironment
+from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.judge.findings import examine
 from draco.env.desk.judge.general import GENERAL
 from draco.env.desk.judge.goals import goals_of

@@ -9,12 +9,13 @@ from typing import Any
 
 import litellm
 import pytest
-from support.judge_desk import FAULTS, play
+from support.judge_desk import play
 from support.judge_fakes import CRITERIA, FakeJudge, client, group, trajectory
 
 from draco.core.errors import ConfigError
 from draco.core.types import Criterion, Group, Judgement, Message, Step
 from draco.env.desk.environment import DeskEnvironment
+from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.judge.reading import read_prompt
 from draco.judge.assess import ASSESS_SCHEMA, check_assessments
 from draco.judge.cachemodel import BLOCK, PrefixCache, prompt_usage

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.echo import type_out
-from support.judge_desk import FAULTS, play
+from support.judge_desk import play
 from support.judge_fakes import FakeJudge, client, group
 
 from callbacks.rubric.self_judge import SelfJudgeRubric
@@ -19,6 +19,7 @@ from draco.config.choices import compose_config
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Group, Message
 from draco.env.desk.environment import DeskEnvironment
+from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.judge.reading import read_prompt
 from draco.env.desk.judge.replies import reply
 from draco.judge import local

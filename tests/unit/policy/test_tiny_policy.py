@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import draco.policy.tiny
 from draco.env.desk.agent import Agent
 from draco.env.desk.environment import DeskEpisode
-from draco.env.desk.scenarios import plan, pools, task_ids
+from draco.env.desk.scenarios import gold_task, pools, task_ids
 
 HOME = Path(draco.policy.tiny.__file__).parent
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -82,7 +82,7 @@ def test_the_template_only_appends(contents: list[str]) -> None:
 def test_actions_and_episodes_are_short() -> None:
     lengths = []
     for task_id in task_ids("test_normal"):
-        gold = plan(task_id)
+        gold = gold_task(task_id)
         episode, agent, observed = DeskEpisode(gold), Agent(gold, {}, Random(0)), []
         total = sum(len(tokenizer().encode(m.content)) + 2 for m in episode.opening)
         while not agent.done:
@@ -105,7 +105,7 @@ def test_names_and_numbers_are_one_token_everywhere() -> None:
 
 @pytest.mark.parametrize("task_id", ["test_normal_000_1", "test_normal_008_1"])
 def test_it_speaks_the_call_syntax(task_id: str) -> None:
-    episode = DeskEpisode(plan(task_id))
+    episode = DeskEpisode(gold_task(task_id))
     prompt = tokenizer().apply_chat_template(
         [{"role": m.role, "content": m.content} for m in episode.opening],
         add_generation_prompt=True,
