@@ -17,7 +17,8 @@ from draco.core.types import Group, Task, TaskBatch, Termination, Trajectory
 from draco.env.base import Environment
 from draco.policy.policy import Policy
 from draco.rollout.engines.base import Engine
-from draco.rollout.rollout import STEP_KINDS, Limits, Rollout, sampling_seed
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import STEP_KINDS, Rollout, sampling_seed
 from draco.stages import RolloutStage
 
 __all__ = ["AgentRollout"]

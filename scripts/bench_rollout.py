@@ -33,7 +33,8 @@ from draco.policy.policy import Policy
 from draco.rollout.engines import Engine
 from draco.rollout.engines.transformers import TransformersEngine
 from draco.rollout.engines.vllm import Launch, VllmEngine
-from draco.rollout.rollout import Limits, Rollout, sampling_seed
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout, sampling_seed
 
 TURNS = 12
 PYTHON = Path(".venv-vllm/bin/python")

@@ -22,7 +22,8 @@ from draco.core.errors import EngineError
 from draco.core.types import Message, Task, Termination
 from draco.env.base import ActionSpan, Episode, Reply
 from draco.policy.chat import ChatFormat
-from draco.rollout.rollout import Limits, Rollout, sampling_seed
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout, sampling_seed
 
 if TYPE_CHECKING:
     from draco.policy.policy import Policy

@@ -24,7 +24,7 @@ from draco.core.llm.money import Usage
 from draco.core.llm.redact import Redactor
 from draco.core.types import Message, Step, Task, Termination, Trajectory
 from draco.env.base import Environment, Episode, Reply
-from draco.rollout.rollout import Limits
+from draco.rollout.loop import Limits
 
 __all__ = ["ApiAgent"]
 

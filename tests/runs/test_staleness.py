@@ -30,7 +30,8 @@ from draco.env.desk.environment import DeskEnvironment, DeskEpisode
 from draco.module import GRPOModule, LossOptions
 from draco.policy.policy import Policy
 from draco.rollout.engines.vllm import VllmEngine
-from draco.rollout.rollout import Limits, Rollout
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout
 from draco.run.archive import read_table, step_folders
 from draco.run.checkpoint import checkpoints
 from draco.run.loader import TaskLoader

@@ -34,8 +34,10 @@ from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.rollout.engines.vllm import Launch, VllmEngine, adapters
 from draco.rollout.engines.vllm.adapters import AdapterStore, served_keys
+from draco.rollout.engines.vllm.replicas import wait_for
 from draco.rollout.engines.vllm.routing import Router
-from draco.rollout.rollout import Limits, Rollout, sampling_seed
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout, sampling_seed
 from draco.run.checkpoint import checkpoints, read_state
 from draco.run.train import train
 from draco.study.base_rollouts import sample_groups
@@ -244,7 +246,7 @@ def test_a_server_restarted_between_batches_gets_the_adapter_with_the_others(
     servers = start(), start()
     engine, policy = opened(*servers)  # type: ignore[misc]
     servers[0].forget()
-    engine._seats[1].adapters.clear()  # one that was lost before: all are asked again
+    engine._replicas.each[1].adapters.clear()  # one that was lost before: all are asked again
     rows = run(engine, policy, rollouts(policy, groups=2))
     assert {r.termination for r in rows} == {Termination.SUBMITTED}
     assert [len(s.loads) for s in servers] == [2, 2]
@@ -378,7 +380,7 @@ def test_waiting_for_a_place_takes_nothing_of_the_deadline(
     start: Callable[..., FakeVllm], opened: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = [0.0]
-    monkeypatch.setattr("draco.rollout.rollout.time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
+    monkeypatch.setattr("draco.rollout.loop.time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
 
     class Slow(EchoEpisode):
         def step(self, actions: Sequence[str]) -> Reply:
@@ -624,9 +626,9 @@ def test_a_server_that_nobody_wakes_is_not_waited_for_for_ever(
     """Of the rank that should, the request failed; the others go on, and a request of theirs says what is wrong."""
     server = start()
     engine, _ = opened(server, sleep=True)
-    server.asleep, engine.request_timeout_s = True, 0.3
-    monkeypatch.setattr("draco.rollout.engines.vllm.engine.local_rank", lambda: 1)
-    engine._wait(asyncio.wait_for(engine._wake_all(), 20))
+    server.asleep, engine._replicas.timeout_s = True, 0.3
+    monkeypatch.setattr("draco.rollout.engines.vllm.replicas.local_rank", lambda: 1)
+    wait_for(asyncio.wait_for(engine._replicas.wake(patient=True), 20))
     assert server.asleep
 
 

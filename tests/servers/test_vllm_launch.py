@@ -15,11 +15,11 @@ from support.processes import alive, children, gone, wait_for
 from draco.core.distributed import alone
 from draco.core.errors import ConfigError
 from draco.policy.policy import Policy
-from draco.rollout.engines.vllm import Launch, VllmEngine, guard
+from draco.rollout.engines.vllm import Launch, VllmEngine, watchdog
 from draco.rollout.engines.vllm import launch as launching
-from draco.rollout.engines.vllm.launch import Launched
+from draco.rollout.engines.vllm.launch import Launched, ServedModel
 
-GUARD = Path(guard.__file__)
+WATCHDOG = Path(watchdog.__file__)
 #: a command that leaves a child of its own behind, as a server with worker processes does
 FAMILY = (
     "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print('grandchild', p.pid, flush=True); "
@@ -28,27 +28,27 @@ FAMILY = (
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("victim", ["trainer", "guard"])
+@pytest.mark.parametrize("victim", ["trainer", "watchdog"])
 def test_kill_9_leaves_no_orphan(victim: str) -> None:
-    """The trainer dies: its guard ends the whole family. The guard dies: the kernel ends the server itself."""
+    """The trainer dies: its watchdog ends the whole family. The watchdog dies: the kernel ends the server itself."""
     start = (
         "import os, subprocess, sys; g = subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), "
-        "sys.executable, '-c', sys.argv[2]], start_new_session=True); print('guard', g.pid, flush=True); g.wait()"
+        "sys.executable, '-c', sys.argv[2]], start_new_session=True); print('watchdog', g.pid, flush=True); g.wait()"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", start, str(GUARD), FAMILY], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen([sys.executable, "-c", start, str(WATCHDOG), FAMILY], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     said = dict(trainer.stdout.readline().split() for _ in range(2))  # in either order
-    guard_pid, grandchild = int(said["guard"]), int(said["grandchild"])
-    (server,) = wait_for(lambda: children(guard_pid))
+    watchdog_pid, grandchild = int(said["watchdog"]), int(said["grandchild"])
+    (server,) = wait_for(lambda: children(watchdog_pid))
     try:
         if victim == "trainer":
             trainer.kill()
-            assert gone([guard_pid, server, grandchild])
+            assert gone([watchdog_pid, server, grandchild])
         else:
-            os.kill(guard_pid, signal.SIGKILL)
+            os.kill(watchdog_pid, signal.SIGKILL)
             assert gone([server])
     finally:
-        for pid in (grandchild, server, guard_pid):
+        for pid in (grandchild, server, watchdog_pid):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         trainer.kill()
@@ -56,8 +56,8 @@ def test_kill_9_leaves_no_orphan(victim: str) -> None:
         trainer.stdout.close()
 
 
-def test_the_guard_passes_the_exit_status_on() -> None:
-    command = [sys.executable, str(GUARD), str(os.getpid()), sys.executable, "-c", "raise SystemExit(7)"]
+def test_the_watchdog_passes_the_exit_status_on() -> None:
+    command = [sys.executable, str(WATCHDOG), str(os.getpid()), sys.executable, "-c", "raise SystemExit(7)"]
     assert subprocess.run(command, check=False).returncode == 7
 
 
@@ -117,9 +117,7 @@ def test_ranks_of_a_machine_agree_on_ports_and_key_and_the_first_starts_servers(
     monkeypatch.setattr(launching, "gather", gather)
 
     def launched(launch: Launch) -> tuple[list[str], str]:
-        made = Launched(
-            launch, sys.executable, policy, lengths=100, logs=tmp_path, key_variable="VLLM_API_KEY", threads=None
-        )
+        made = Launched(launch, sys.executable, ServedModel.of(policy, 100), logs=tmp_path, key_variable="VLLM_API_KEY")
         return made.urls, os.environ["VLLM_API_KEY"]
 
     found = []
@@ -153,7 +151,7 @@ def test_a_rank_that_works_alone_starts_servers_of_its_own(monkeypatch: pytest.M
     ("options", "message"),
     [
         ({"max_loras": 1}, "max_loras is 1"),
-        ({"count": 0}, "integers ≥ 1"),
+        ({"count": 0}, "count is 0; expected an integer ≥ 1"),
         ({"memory_share": 1.5}, "memory_share is 1.5"),
         ({"tensor_parallel": 2, "gpus": ["0,1", "2"]}, "'2' does not name tensor_parallel=2 GPUs"),
     ],
@@ -167,4 +165,4 @@ def test_one_server_a_set_of_gpus(policy: Policy) -> None:
     launch = Launch(tensor_parallel=2, gpus=["0,1", "2,3"])
     assert launch.servers == 2
     assert [launch.environment(i, "k", None)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["0,1", "2,3"]
-    assert "--tensor-parallel-size 2" in " ".join(launch.command("python", policy, 100, 8000))
+    assert "--tensor-parallel-size 2" in " ".join(launch.command("python", ServedModel.of(policy, 100), 8000))

@@ -110,10 +110,10 @@ def test_temperature_is_in_the_logprobs(engine: VllmEngine, served: Policy) -> N
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_desk_training_swaps_the_adapter_every_step(staleness: int, engine: VllmEngine, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, urls = tmp_path / "run", ",".join(replica.url for replica in engine._replicas.each)
     train(
         configuration(
-            f"run={run}", "engine=vllm", f"engine.servers=[{','.join(s.url for s in engine._seats)}]", "steps=3",
+            f"run={run}", "engine=vllm", f"engine.servers=[{urls}]", "steps=3",
             "tasks_per_step=2", "group_size=3", "eval.before=false", "eval.tasks=2",
             "limits.max_prompt_tokens=512", "limits.max_response_tokens=256",
             *(["engine.staleness=1", "loss.tis_cap=2.0", "lr=1e-3"] if staleness else []),
@@ -140,8 +140,8 @@ def test_no_server_is_a_configuration_error_before_the_start(served: Policy, tmp
 def test_a_server_killed_in_the_middle_of_a_step_costs_nothing(engine: VllmEngine, served: Policy) -> None:
     """The last test: server 1 stays dead."""
     assert engine._launched is not None
-    guard = engine._launched._processes[1].pid
-    (server,) = map(int, Path(f"/proc/{guard}/task/{guard}/children").read_text().split())
+    watchdog = engine._launched._processes[1].pid
+    (server,) = map(int, Path(f"/proc/{watchdog}/task/{watchdog}/children").read_text().split())
     rows = rollouts(served, 4, samples=3, purpose="kill")
     turns = threading.Event()
 
@@ -163,7 +163,7 @@ def test_a_server_killed_in_the_middle_of_a_step_costs_nothing(engine: VllmEngin
     assert Termination.ENGINE_ERROR not in {r.termination for r in rows}, [r.error for r in rows]
     assert engine.take_metrics()["engine/retries"] > 0
     until = time.monotonic() + 60
-    while engine._launched._processes[1].poll() is None:  # the guard cleans up after its server
+    while engine._launched._processes[1].poll() is None:  # the watchdog cleans up after its server
         assert time.monotonic() < until
         time.sleep(0.2)
     perturb(served, 0.02, 6)

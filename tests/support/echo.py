@@ -8,7 +8,8 @@ from draco.core.types import Message, Task
 from draco.env.base import CODE, ActionFormat, Environment, Episode, Evaluator, Outcome, Reply
 from draco.policy.chat import ChatFormat
 from draco.rollout.engines import Engine
-from draco.rollout.rollout import Limits, Rollout
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout
 
 TINY = "pkg://draco.policy.tiny"
 

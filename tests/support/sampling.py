@@ -6,7 +6,7 @@ import torch
 
 from draco.core.types import Trajectory
 from draco.policy.policy import Policy
-from draco.rollout.rollout import Limits
+from draco.rollout.loop import Limits
 
 LIMITS = Limits(max_turns=12, max_response_tokens=300, max_turn_tokens=48)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draco.rollout.loop import AgentLoop
 from draco.rollout.rollout import Rollout
 
 __all__ = ["Engine", "at_a_time"]
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from draco.policy.policy import Policy
 
 
-def at_a_time(rollouts: Sequence[Rollout], most: int) -> int:
+def at_a_time(rollouts: Sequence[AgentLoop], most: int) -> int:
     """How many of the rollouts may be on their way at once: `most`, or fewer where their environment has fewer places.
 
     One beyond that would hold a worker thread while it waits for a place that another gives back only by a thread.

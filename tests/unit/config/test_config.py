@@ -21,7 +21,7 @@ from draco.core.errors import ConfigError, StageError
 from draco.env.desk import DeskEnvironment
 from draco.module import GRPOModule, LossOptions
 from draco.policy.policy import Policy
-from draco.rollout.rollout import Limits
+from draco.rollout.loop import Limits
 from draco.run.folder import prepare, redacted, resume_config
 from draco.run.loader import select_tasks
 from draco.run.train import build, train

@@ -50,7 +50,8 @@ from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy
 from draco.rollout.engines.base import at_a_time
 from draco.rollout.engines.transformers import TransformersEngine
-from draco.rollout.rollout import Limits, Rollout
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout
 from draco.run.train import build
 from draco.update.options import LossOptions
 

@@ -19,7 +19,8 @@ from support.templates import CASES, MERGED, template
 from draco.core.errors import TemplateError
 from draco.core.types import Task, Termination
 from draco.policy.chat import ChatFormat
-from draco.rollout.rollout import Limits, Rollout
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout
 
 #: of these the templates that put no thinking tags of their own into past turns
 PLAIN = ("qwen2.5", "qwen3 instruct", "llama 3", "llama 3.1", "smollm2")

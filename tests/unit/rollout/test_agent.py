@@ -15,7 +15,8 @@ from draco.core.errors import ConfigError
 from draco.core.types import Message, Task, Termination
 from draco.env.base import CODE, TOOL_CALL, Reply
 from draco.policy.chat import ChatFormat
-from draco.rollout.rollout import Limits, Rollout, sampling_seed
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout, sampling_seed
 
 DONE = "<code>done</code>"
 TASK = Task("train_0", "say 0", "train", "s0")
@@ -82,7 +83,7 @@ def test_waiting_to_be_handed_over_takes_no_time(chat: ChatFormat, monkeypatch: 
     """An engine that works ahead has trajectories lying about."""
     rollout = rollout_of(chat, ["<code>done</code>"])
     seconds = rollout.trajectory().timings["total_s"]
-    monkeypatch.setattr("draco.rollout.rollout.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))
+    monkeypatch.setattr("draco.rollout.loop.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))
     assert rollout.trajectory().timings["total_s"] == seconds < 100.0
 
 

@@ -20,7 +20,7 @@ from draco.core.llm.money import Usage
 from draco.core.types import Termination, Trajectory
 from draco.env.records import record_of
 from draco.policy.chat import ChatFormat
-from draco.rollout.rollout import Limits
+from draco.rollout.loop import Limits
 from draco.study.api_agent import ApiAgent
 from draco.study.ledger import Ledger
 

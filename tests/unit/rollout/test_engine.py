@@ -19,7 +19,8 @@ from draco.policy.policy import Policy
 from draco.rollout.engines.cache import slab_cache
 from draco.rollout.engines.ragged import decodes_ragged
 from draco.rollout.engines.transformers import TransformersEngine, sample
-from draco.rollout.rollout import Limits, Rollout, sampling_seed
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout, sampling_seed
 
 
 def rollouts(policy: Policy, count: int, split: str = "dev", limits: Limits = LIMITS) -> list[Rollout]:
@@ -183,7 +184,7 @@ def test_waiting_for_a_place_takes_nothing_of_the_deadline(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, ragged: bool
 ) -> None:
     clock = [0.0]  # a pass takes a second: of two rows one after the other, each ends well within its own deadline
-    monkeypatch.setattr("draco.rollout.rollout.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("draco.rollout.loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr("draco.rollout.engines.transformers.decodes_ragged", lambda model: ragged)
     ticks = policy.model.register_forward_hook(lambda *_: clock.__setitem__(0, clock[0] + 1))
     alone: list[float] = []

@@ -21,7 +21,7 @@ from draco.judge import busy
 from draco.judge.records import call_metrics
 from draco.module import GRPOModule, LossOptions
 from draco.policy.policy import Policy
-from draco.rollout.rollout import Limits
+from draco.rollout.loop import Limits
 from draco.run.loader import TaskLoader
 from draco.update import metrics as figures
 from draco.update.metrics import judge_speed, merge_metrics

@@ -17,7 +17,7 @@ from draco.core.errors import ConfigError, StageError, TrainingStopped
 from draco.core.types import Credit, Group, Judgement, Task, TaskBatch
 from draco.module import GRPOModule, LossOptions, UpdateOptions
 from draco.policy.policy import Policy
-from draco.rollout.rollout import Limits
+from draco.rollout.loop import Limits
 from draco.run.loader import EvalLoader, TaskLoader
 from draco.stages import CreditStage, find_stage
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from draco.core.errors import ServerLost, ServerRefused
 
-__all__ = ["Completion", "ModelMissing", "Server", "ServerBusy"]
+__all__ = ["Completion", "ModelMissing", "Server", "ServerBusy", "attempts"]
 
 #: the sampling distribution is softmax(logits / temperature) and nothing else, whatever the model's own defaults are
 _PLAIN = {
@@ -189,6 +190,16 @@ class Server:
         if reply.status >= 500:
             raise ServerLost(message)
         raise ServerRefused(message)
+
+
+def attempts(kind: type[Exception], retries: int) -> AsyncRetrying:
+    """A first attempt and so many repetitions after errors of a kind, with growing pauses."""
+    return AsyncRetrying(
+        stop=stop_after_attempt(retries + 1),
+        wait=wait_random_exponential(multiplier=0.2, max=10),
+        retry=retry_if_exception_type(kind),
+        reraise=True,
+    )
 
 
 def _number(value: Any) -> float:

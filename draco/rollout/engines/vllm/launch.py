@@ -1,8 +1,8 @@
-"""Servers that belong to the run: started by local rank 0, one for each set of GPUs, and ended with the run.
+"""Servers that belong to this process: started by local rank 0, one for each set of GPUs, and ended with it.
 
-They listen on the loopback interface alone and want an API key. Each stands behind `guard.py`, so that none outlives
-the trainer, however that ends. What they print goes to ``RUN/servers/N.log``, of further machines to ``M-N.log``: all
-machines see one run folder.
+They listen on the loopback interface alone and want an API key. `watchdog.py` runs each of them, so that none outlives
+this process, however it ends. What they print goes to ``N.log``, of further machines to ``M-N.log``: all machines see
+one run folder.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from annotated_types import Ge, Gt, Le
 
+from draco.config.options import Count, Positive, checked
 from draco.core.distributed import gather, local_rank, world_size
 from draco.core.errors import ConfigError
 from draco.policy.policy import Policy
 
-__all__ = ["BASE", "Launch", "Launched"]
+__all__ = ["BASE", "Launch", "Launched", "ServedModel", "interpreter"]
 
 BASE = "draco-base"  #: name of the base model on launched servers
 _HOST = "127.0.0.1"
@@ -39,34 +41,27 @@ _CPU_SETTINGS = {
 }
 
 
+@checked("engine.launch")
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How to start servers on this machine (`engine.launch`)."""
 
     model: str | None = None  #: folder or hub name; None = the policy's own base model
-    tensor_parallel: int = 1  #: GPUs of one server
+    tensor_parallel: Count = 1  #: GPUs of one server
     gpus: Sequence[str] | None = None  #: one server each: CUDA_VISIBLE_DEVICES, e.g. ["0,1", "2,3"]
-    count: int = 1  #: servers, where `gpus` is None
-    memory_share: float = 0.9  #: of each GPU's memory; on a CPU `cpu_cache_gib` counts instead
-    cpu_cache_gib: int = 1
-    max_len: int | None = None  #: tokens of prompt and response; None = `limits`, at most what the model can
-    max_loras: int = 2  #: adapter versions that a batch may mix; ≥ 2
+    count: Count = 1  #: servers, where `gpus` is None
+    memory_share: Annotated[float, Gt(0), Le(1)] = 0.9  #: of each GPU's memory; on a CPU `cpu_cache_gib` counts instead
+    cpu_cache_gib: Count = 1
+    max_len: Count | None = None  #: tokens of prompt and response; None = `limits`, at most what the model can
+    max_loras: Annotated[int, Ge(2)] = 2  #: adapters at a time; the version before the current one is kept
     prefix_caching: bool = True
     dtype: str = "auto"
-    port: int | None = None  #: of the first server, the others follow; None = free ones
+    port: Count | None = None  #: of the first server, the others follow; None = free ones
     sleep: bool = False  #: --enable-sleep-mode
-    start_timeout_s: float = 1800.0
+    start_timeout_s: Positive = 1800.0
     extra: Sequence[str] = ()  #: more arguments of the server
 
     def __post_init__(self) -> None:
-        if self.max_loras < 2:
-            raise ConfigError(f"engine.launch.max_loras is {self.max_loras}; expected ≥ 2: the version before is kept")
-        if self.count < 1 or self.tensor_parallel < 1:
-            raise ConfigError(
-                f"engine.launch.count={self.count}, tensor_parallel={self.tensor_parallel}: expected integers ≥ 1"
-            )
-        if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"engine.launch.memory_share is {self.memory_share}; expected a share in (0, 1]")
         wrong = [g for g in self.gpus or () if len(str(g).split(",")) != self.tensor_parallel]
         if wrong:
             raise ConfigError(
@@ -78,9 +73,9 @@ class Launch:
         """How many."""
         return self.count if self.gpus is None else len(self.gpus)
 
-    def command(self, python: str, policy: Policy, length: int, port: int) -> list[str]:
+    def command(self, python: str, served: ServedModel, port: int) -> list[str]:
         """The server's command line. The API key is not in it: command lines are public."""
-        model = self.model or policy.folder
+        model, length = self.model or served.folder, self.max_len or served.max_len
         arguments = {
             "--model": model,
             "--tokenizer": model,
@@ -88,11 +83,11 @@ class Launch:
             "--host": _HOST,
             "--port": str(port),
             "--dtype": self.dtype,
-            "--max-model-len": str(length),
+            **({"--max-model-len": str(length)} if length else {}),
             "--tensor-parallel-size": str(self.tensor_parallel),
             "--max-loras": str(self.max_loras),
             "--max-cpu-loras": str(max(4, self.max_loras)),
-            "--max-lora-rank": str(_served_rank(policy)),
+            "--max-lora-rank": str(served.lora_rank),
             "--logprobs-mode": "processed_logprobs",  # at the sampling temperature
             "--generation-config": "vllm",  # not the model's own sampling defaults
         }
@@ -128,54 +123,94 @@ class Launch:
         return inherited | own
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What servers load."""
+
+    path: str  #: as the user names it
+    folder: str  #: folder or hub name
+    rank: int  #: of the largest adapter
+    max_len: int | None = None  #: tokens of a conversation; None = what the model can
+
+    @classmethod
+    def of(cls, policy: Policy, lengths: int) -> ServedModel:
+        """The policy's base model, for `lengths` tokens of prompt and response together."""
+        rank = max(int(cast(Any, config).r) for config in policy.model.peft_config.values())
+        return cls(policy.path, policy.folder, rank, min(lengths, policy.context or lengths))
+
+    @property
+    def lora_rank(self) -> int:
+        """The smallest rank that vLLM accepts and the adapter fits.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        fitting = [r for r in _RANKS if r >= self.rank]
+        if not fitting:
+            raise ConfigError(f"policy.rank is {self.rank}; vLLM serves adapters up to rank {_RANKS[-1]}")
+        return fitting[0]
+
+    def require_config(self) -> None:
+        """The folder can be served.
+
+        Raises:
+            ConfigError: vLLM cannot load it.
+        """
+        folder = Path(self.folder)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"vLLM cannot serve policy.path={self.path}: {folder} holds no config.json (GGUF?); save the model as "
+                "a transformers folder and set engine.launch.model to it"
+            )
+
+
 class Launched:
     """Running servers of this machine.
 
     Args:
         launch: how to start them.
         python: interpreter that has vLLM.
-        policy: base model, adapter rank.
-        lengths: tokens of prompt and response together, by `limits`.
+        served: what they load.
         logs: folder of their output.
         key_variable: environment variable of the API key; set here if it is not.
         threads: CPU threads of a server on a CPU.
+        option: who asked for them, for messages.
     """
 
     def __init__(
         self,
         launch: Launch,
         python: str,
-        policy: Policy,
+        served: ServedModel,
         *,
-        lengths: int,
         logs: Path,
         key_variable: str,
-        threads: int | None,
+        threads: int | None = None,
+        option: str = "engine.launch",
     ) -> None:
-        self._processes, self._logs = list[subprocess.Popen[bytes]](), logs
+        self._processes, self._logs, self.option = list[subprocess.Popen[bytes]](), logs, option
         ports = _agreed(launch, key_variable)
         self.urls = [f"http://{_HOST}:{port}" for port in ports]
         if local_rank():
             return  # local rank 0 has started them, or is doing so
-        if reason := _unservable(launch, policy):
-            raise ConfigError(reason)
+        if not launch.model:
+            served.require_config()
         python = interpreter(python)
         logs.mkdir(parents=True, exist_ok=True)
-        length = launch.max_len or min(lengths, policy.context or lengths)
         try:
             for index, port in enumerate(ports):
-                command = launch.command(python, policy, length, port)
+                command = launch.command(python, served, port)
                 self._start(index, command, launch.environment(index, os.environ[key_variable], threads))
         except BaseException:
             self.stop()
             raise
 
     def _start(self, index: int, command: list[str], environment: dict[str, str]) -> None:
-        guard = Path(__file__).with_name("guard.py")
+        watchdog = Path(__file__).with_name("watchdog.py")
         with self._log(index).open("ab") as log:
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(guard), str(os.getpid()), *command],
+                    [sys.executable, "-I", "-S", str(watchdog), str(os.getpid()), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -197,7 +232,7 @@ class Launched:
         for index, process in enumerate(self._processes):
             if process.poll() is not None:
                 raise ConfigError(
-                    f"the vLLM server that engine.launch started has ended (exit status {process.returncode}); the end "
+                    f"the vLLM server that {self.option} started has ended (exit status {process.returncode}); the end "
                     f"of {self._log(index)}:\n{_tail(self._log(index))}"
                 )
 
@@ -257,26 +292,6 @@ def _free(launch: Launch) -> list[int]:
         for one in sockets:
             one.bind((_HOST, 0))
         return [int(one.getsockname()[1]) for one in sockets]
-
-
-def _served_rank(policy: Policy) -> int:
-    """The smallest rank that vLLM accepts and the adapter fits."""
-    rank = max(int(cast(Any, config).r) for config in policy.model.peft_config.values())
-    fitting = [r for r in _RANKS if r >= rank]
-    if not fitting:
-        raise ConfigError(f"policy.rank is {rank}; vLLM serves adapters up to rank {_RANKS[-1]}")
-    return fitting[0]
-
-
-def _unservable(launch: Launch, policy: Policy) -> str:
-    """Why the policy's own folder cannot be served; empty if it can."""
-    folder = Path(policy.folder)
-    if launch.model or not folder.is_dir() or (folder / "config.json").is_file():
-        return ""
-    return (
-        f"vLLM cannot serve policy.path={policy.path}: {folder} holds no config.json (GGUF?); save the model as a "
-        "transformers folder and set engine.launch.model to it"
-    )
 
 
 def _tail(file: Path, lines: int = 15) -> str:

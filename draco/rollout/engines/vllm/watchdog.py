@@ -1,6 +1,6 @@
 """Run a command until it ends or the process that asked for it is gone, then end all of the command's processes.
 
-    python guard.py PARENT_PID COMMAND [ARGUMENT ...]
+    python watchdog.py PARENT_PID COMMAND [ARGUMENT ...]
 
 A trainer that is killed with -9 can end nothing itself. This process stands between it and a server: it lives in a
 session of its own (a signal to the trainer's group does not reach it), starts the command as a new process group, and
@@ -20,8 +20,8 @@ GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_guard() -> None:
-    """Linux: the command gets SIGKILL even if the guard itself is killed with -9."""
+def _die_with_watchdog() -> None:
+    """Linux: the command gets SIGKILL even if the watchdog itself is killed with -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -31,7 +31,7 @@ def main(parent: int, command: list[str]) -> int:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: stopping.append(received))
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_guard)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=_die_with_watchdog)
     while child.poll() is None and not stopping and os.getppid() == parent:
         time.sleep(0.5)
     status = child.poll()

@@ -9,7 +9,6 @@ work on the same modules, and of a sharded policy a forward pass takes all ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,12 +17,17 @@ from draco.core.errors import EngineError
 from draco.core.types import Message
 from draco.policy.policy import Policy
 from draco.policy.sharding import whole_call
+from draco.rollout.engines.vllm.adapters import Adapter
 from draco.rollout.engines.vllm.client import Completion
 
-__all__ = ["SAMPLED", "Probe", "default_tolerance"]
+__all__ = ["SAMPLED", "AdapterCheck", "default_tolerance", "require_applied"]
 
 SAMPLED = 16  #: tokens sampled after the prompt
 _PROMPT = 128  #: tokens of the prompt
+_OPENING = (
+    Message("system", "You act by code."),
+    Message("user", "Send 31 to ana, then say what you did. 0 1 2"),
+)
 
 
 def default_tolerance(policy: Policy) -> float:
@@ -31,8 +35,20 @@ def default_tolerance(policy: Policy) -> float:
     return 1e-3 if next(policy.model.parameters()).dtype == torch.float32 else 0.1
 
 
-@dataclass(slots=True)
-class Probe:
+def require_applied(url: str, adapter: Adapter, answer: Completion, base: Completion) -> None:
+    """Compare a server's answer by the adapter with its answer by the base model, on the same prompt.
+
+    Raises:
+        EngineError: they are equal, though the adapter was trained.
+    """
+    if adapter.trained and answer.prompt_logprobs == base.prompt_logprobs:
+        raise EngineError(
+            f"{url} answers {adapter.name} exactly as the base model: it loaded the adapter and applies none of it "
+            "(names that do not fit the served class? vllm#39369)"
+        )
+
+
+class AdapterCheck:
     """The trainer's side of the comparison, for one adapter version.
 
     Args:
@@ -41,19 +57,11 @@ class Probe:
         tolerance: bar on the mean |Δ|.
     """
 
-    policy: Policy
-    temperature: float
-    tolerance: float
-    _known: Tensor | None = None  #: the trainer's log-probs of prompt tokens 1…
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Fixed for a policy."""
-        opening = (
-            Message("system", "You act by code."),
-            Message("user", "Send 31 to ana, then say what you did. 0 1 2"),
-        )
-        return self.policy.chat.prompt_ids(opening)[:_PROMPT]
+    def __init__(self, policy: Policy, temperature: float, tolerance: float) -> None:
+        self.policy, self.temperature, self.tolerance = policy, temperature, tolerance
+        self.prompt = policy.chat.prompt_ids(_OPENING)[:_PROMPT]
+        self._scale = temperature or 1.0  # greedy log-probs are those at temperature 1
+        self._known: Tensor | None = None  #: the trainer's log-probs of prompt tokens 1…
 
     @property
     def ready(self) -> bool:
@@ -66,51 +74,48 @@ class Probe:
 
         A forward pass: on the trainer's thread, and of a sharded policy on every rank.
         """
-        prompt = self.prompt
-        row = torch.tensor([[*prompt, *sampled]], device=self.policy.device)
+        row = torch.tensor([[*self.prompt, *sampled]], device=self.policy.device)
         model = self.policy.model
         with self.policy.sampling():
             logits = whole_call(model, lambda: model(input_ids=row, use_cache=False).logits)[0, :-1].float()
         target = row[0, 1:, None]
         found = {t: (logits / t).log_softmax(-1).gather(1, target).squeeze(1).cpu() for t in {1.0, self._scale}}
-        self._known = found[1.0][: len(prompt) - 1]
+        self._known = found[1.0][: len(self.prompt) - 1]
         return found
 
-    def check(
-        self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion, ours: dict[float, Tensor]
-    ) -> None:
+    def compare(self, url: str, adapter: str, answer: Completion, ours: dict[float, Tensor]) -> None:
         """Compare all.
 
         Args:
             url, adapter: for the message.
-            trained: some B ≠ 0.
-            answer: the server's, by the adapter.
-            base: the server's, by the base model, on the same prompt.
+            answer: the server's.
             ours: what `expect` gave for the sampled tokens.
 
         Raises:
             EngineError: the server does not serve these weights, or not at this temperature.
         """
-        gap = self.check_prompt(url, adapter, trained, answer, base)
+        bar = max(self.tolerance, 3 * self.compare_prompt(url, adapter, answer))
         count = len(self.prompt) - 1
         sampled = _mean_gap(answer.logprobs, ours[self._scale][count:])
-        if not sampled <= max(self.tolerance, 3 * gap):
+        if not sampled <= bar:
             raw = _mean_gap(answer.logprobs, ours[1.0][count:])
             hint = "; they are those at temperature 1: start it with --logprobs-mode processed_logprobs"
             raise EngineError(
                 f"{url}: log-probs of sampled tokens differ from the trainer's at temperature {self.temperature:g} by "
-                f"{sampled:.3g} nats{hint if raw <= max(self.tolerance, 3 * gap) else ''}"
+                f"{sampled:.3g} nats{hint if raw <= bar else ''}"
             )
 
-    def check_prompt(self, url: str, adapter: str, trained: bool, answer: Completion, base: Completion) -> float:
-        """Compare the prompt's tokens with what the last `expect` gave for them; see `check`. Returns the mean |Δ|."""
+    def compare_prompt(self, url: str, adapter: str, answer: Completion) -> float:
+        """Compare the prompt's tokens with what the last `expect` gave for them.
+
+        Returns:
+            The mean |Δ log-prob|.
+
+        Raises:
+            EngineError: the server serves other weights.
+        """
         assert self._known is not None
         gap = _mean_gap(answer.prompt_logprobs, self._known)
-        if trained and answer.prompt_logprobs == base.prompt_logprobs:
-            raise EngineError(
-                f"{url} answers {adapter} exactly as the base model: it loaded the adapter and applies none of it "
-                "(names that do not fit the served class? vllm#39369)"
-            )
         if not gap <= self.tolerance:
             raise EngineError(
                 f"{url} serves other weights than the trainer holds: log-probs of {adapter} differ by {gap:.3g} nats a "
@@ -118,10 +123,6 @@ class Probe:
                 "dtype and adapter?"
             )
         return gap
-
-    @property
-    def _scale(self) -> float:
-        return self.temperature or 1.0  # greedy log-probs are those at temperature 1
 
 
 def _mean_gap(theirs: Sequence[float], ours: Tensor) -> float:
