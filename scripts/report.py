@@ -26,12 +26,13 @@ from pathlib import Path
 from draco.config.arguments import number, parse, prices_of, run_main, whole
 from draco.core import files as durable
 from draco.core.errors import ConfigError
+from draco.core.table import Table
 from draco.run.numbers import archive_numbers
 from draco.study.curves import all_figures
 from draco.study.figures import Figure, require_matplotlib, write_figure
 from draco.study.page import write_page
 from draco.study.runs import open_run
-from draco.study.tables import Table, all_tables, write_table
+from draco.study.tables import all_tables, write_table
 
 OPTIONS = {"out", "png", "window", "prices", "html", "max_mb", "max_text", "audit"}
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from draco.run.archive import step_folder, step_folders
 
-__all__ = ["PhaseCost", "StepNumbers", "Verdicts", "archive_numbers", "step_numbers", "total", "windows"]
+__all__ = ["PhaseCost", "StepNumbers", "Verdicts", "archive_numbers", "inert_share", "step_numbers", "total", "windows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Verdicts:
 class PhaseCost:
     """What the judge calls of one phase took, every attempt."""
 
-    tokens: int  #: read and written
-    usd: float | None  #: None: a call had no known price
+    tokens: int = 0  #: read and written
+    usd: float | None = 0.0  #: None: a call had no known price
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StepNumbers:
     members: int  #: judged rollouts: those with credit
     inert: int | None  #: members whose surviving pass/fail verdicts are unanimous or none; None without criteria
     reasons: Mapping[str, int]  #: credit reasons of the members
-    verdicts: Verdicts  #: of the whole rubric, before dropout
+    verdicts: Verdicts  #: of all criteria, before dropout
     by_title: Mapping[str, Verdicts]
     citations: Mapping[int, int]  #: number of surviving pass/fail verdicts that cite a step → number of steps
     calls: Mapping[str, PhaseCost]  #: by phase
@@ -58,33 +58,33 @@ class StepNumbers:
 
 def step_numbers(run: Path, step: int) -> StepNumbers:
     """Count one step."""
-    ends = Counter(r["termination"] for r in _rows(run, step, "trajectories", ["termination"]))
-    credits = _rows(run, step, "credits", ["group", "sample", "reason", "step_tokens"])
-    dropped = {
+    ends = Counter(r["termination"] for r in _rows(run, step, "trajectories", "termination"))
+    credits = _rows(run, step, "credits", "group", "sample", "reason", "step_tokens")
+    criteria = {
         (r["group"], r["criterion"]): (r["dropped"], r["title"])
-        for r in _rows(run, step, "criteria", ["group", "criterion", "dropped", "title"])
+        for r in _rows(run, step, "criteria", "group", "criterion", "dropped", "title")
     }
-    judged = {(r["group"], r["sample"]): len(r["step_tokens"]) for r in credits}
+    members = {(r["group"], r["sample"]): len(r["step_tokens"]) for r in credits}
     by_title: dict[str, Verdicts] = defaultdict(Verdicts)
-    kept_scores: dict[tuple[int, int], set[int]] = {member: set() for member in judged}
-    cited: dict[tuple[int, int], Counter[int]] = {member: Counter() for member in judged}
-    for r in _rows(run, step, "verdicts", ["group", "criterion", "sample", "score", "cited_steps"]):
-        out, title = dropped[r["group"], r["criterion"]]
+    scores: dict[tuple[int, int], set[int]] = {m: set() for m in members}  # surviving passes and fails
+    cited: dict[tuple[int, int], Counter[int]] = {m: Counter() for m in members}
+    for r in _rows(run, step, "verdicts", "group", "criterion", "sample", "score", "cited_steps"):
+        dropped, title = criteria[r["group"], r["criterion"]]
         by_title[title] += Verdicts(r["score"] == 1, r["score"] == -1, r["score"] == 0)
         member = (r["group"], r["sample"])
-        if not out and r["score"] and member in judged:
-            kept_scores[member].add(r["score"])
+        if not dropped and r["score"] and member in members:
+            scores[member].add(r["score"])
             cited[member].update(set(r["cited_steps"] or ()))
     citations: Counter[int] = Counter()
     if any(cited.values()):
-        for member, steps in judged.items():
+        for member, steps in members.items():
             citations.update(cited[member][j] for j in range(1, steps + 1))
     return StepNumbers(
         step=step,
         rollouts=sum(ends.values()),
         terminations=dict(ends),
         members=len(credits),
-        inert=sum(len(s) < 2 for s in kept_scores.values()) if dropped else None,
+        inert=sum(len(s) < 2 for s in scores.values()) if criteria else None,
         reasons=dict(Counter(r["reason"] for r in credits)),
         verdicts=total(by_title.values()),
         by_title=dict(by_title),
@@ -100,10 +100,13 @@ def archive_numbers(run: Path) -> list[StepNumbers]:
 
 def total(parts: Iterable[Verdicts]) -> Verdicts:
     """Sum of counts."""
-    whole = Verdicts()
-    for part in parts:
-        whole += part
-    return whole
+    return sum(parts, Verdicts())
+
+
+def inert_share(steps: Iterable[StepNumbers]) -> float | None:
+    """Inert members among all members of steps with criteria; None without any."""
+    known = [(s.inert, s.members) for s in steps if s.inert is not None and s.members]
+    return sum(inert for inert, _ in known) / sum(members for _, members in known) if known else None
 
 
 def windows(steps: Sequence[StepNumbers], width: int) -> list[list[StepNumbers]]:
@@ -114,18 +117,18 @@ def windows(steps: Sequence[StepNumbers], width: int) -> list[list[StepNumbers]]
     return [found[k] for k in sorted(found)]
 
 
-def _rows(run: Path, step: int, table: str, columns: list[str]) -> list[dict[str, Any]]:
+def _rows(run: Path, step: int, table: str, *columns: str) -> list[dict[str, Any]]:
     file = step_folder(run, step) / f"{table}.parquet"
     if not file.is_file():
         return []
-    rows: list[dict[str, Any]] = pq.ParquetFile(file).read(columns=columns, use_threads=False).to_pylist()
+    rows: list[dict[str, Any]] = pq.ParquetFile(file).read(columns=list(columns), use_threads=False).to_pylist()
     return rows
 
 
 def _calls(run: Path, step: int) -> dict[str, PhaseCost]:
-    costs: dict[str, PhaseCost] = {}
-    for r in _rows(run, step, "judge_calls", ["phase", "cost_usd", "tokens_in", "tokens_out"]):
-        old = costs.get(r["phase"], PhaseCost(0, 0.0))
+    costs: dict[str, PhaseCost] = defaultdict(PhaseCost)
+    for r in _rows(run, step, "judge_calls", "phase", "cost_usd", "tokens_in", "tokens_out"):
+        old = costs[r["phase"]]
         usd = None if old.usd is None or r["cost_usd"] is None else old.usd + r["cost_usd"]
         costs[r["phase"]] = PhaseCost(old.tokens + r["tokens_in"] + r["tokens_out"], usd)
-    return costs
+    return dict(costs)

@@ -1,7 +1,6 @@
-"""Figures F2–F12: first their numbers, then one drawing for all kinds. What is missing is said in the picture.
+"""Drawing of figures: panels of series, all kinds by one function. Where data is missing, the picture says so.
 
-Every figure is a list of panels of series. The numbers go to NAME.csv beside NAME.svg and NAME.png, so that what is
-drawn can be checked.
+The numbers go to NAME.csv beside NAME.svg and NAME.png, so that what is drawn can be checked.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from draco.core.errors import ConfigError
-from draco.study.rows import SETTINGS
+from draco.study.settings import SETTINGS
 
 __all__ = ["Figure", "Panel", "Series", "require_matplotlib", "write_figure"]
 
-#: Okabe–Ito without its yellow, then Tol's muted: distinguishable with any colour vision, and in print
+#: Okabe–Ito without its yellow, then Tol's muted palette: distinguishable with any colour vision, and in print
 PALETTE = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
     "#882255", "#44AA99", "#332288", "#999933", "#AA4499", "#117733",
 )  # fmt: skip
 MARKERS = "osD^vPX*"
-#: what has one colour in every figure; also the order of legends. One hue a rubric, the darker one for step credit
+#: colours that are the same in every figure, in the order of legends. One hue a rubric; step credit has the darker one
 COLOURS = dict(zip(SETTINGS, ("#56B4E9", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7"), strict=True)) | {
     "base": "#000000",
     "propose_task": "#56B4E9", "propose_rollout": "#0072B2", "merge": "#009E73", "score": "#E69F00",
@@ -52,7 +51,12 @@ class Series:
     low: tuple[float, ...] = ()  #: band, for means over seeds
     high: tuple[float, ...] = ()
     dotted: bool = False
-    colour: str = ""  #: key of the colour, where it is another than the label
+    colour: str = ""  #: key of the colour, if it is not the label
+
+    @property
+    def key(self) -> str:
+        """Name of its colour."""
+        return self.colour or self.label
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Figure:
 
 
 def require_matplotlib() -> None:
-    """Find out whether figures can be drawn before anything else is done.
+    """Find out whether figures can be drawn, before any other work.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -92,7 +96,7 @@ def require_matplotlib() -> None:
 
 
 def write_figure(figure: Figure, folder: Path, *, png: bool = True) -> None:
-    """NAME.csv, NAME.svg and, where it is wanted, NAME.png.
+    """Write NAME.csv, NAME.svg and, if wanted, NAME.png.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -104,17 +108,51 @@ def write_figure(figure: Figure, folder: Path, *, png: bool = True) -> None:
         for panel in figure.panels:
             for s in panel.series:
                 for i, (x, y) in enumerate(zip(s.x, s.y, strict=True)):
-                    name = panel.ticks[int(x)] if panel.ticks else x
                     band = (s.low[i], s.high[i]) if s.low else ("", "")
-                    writer.writerow([panel.title, s.label, name, y, *band])
+                    writer.writerow([panel.title, s.label, panel.ticks[int(x)] if panel.ticks else x, y, *band])
     drawn = _draw(figure)
-    # Without dates, so that the same numbers give the same file.
+    # Without dates: the same numbers give the same file.
     drawn.savefig(folder / f"{figure.name}.svg", metadata={"Date": None})
     if png:
         drawn.savefig(folder / f"{figure.name}.png", dpi=150)
 
 
-def _pyplot() -> Any:
+def _draw(figure: Figure) -> Any:
+    count = max(len(figure.panels), 1)
+    columns = min(count, 4 if count > 6 else 3)
+    rows = -(-count // columns)
+    filled = [not p.gap and any(s.x for s in p.series) for p in figure.panels]
+    width = {1: 8.0, 2: 10.5, 3: 13.0, 4: 13.5}[columns]
+    height = (2.4 if rows > 1 else 3.6) * rows if any(filled) else 1.0
+    drawn = _matplotlib_figure()(figsize=(width, 1.1 + height), layout="constrained")
+    ratios = [1.0 if f else 0.5 for f in filled] if rows == 1 and any(filled) else None
+    grid = drawn.subplots(rows, columns, squeeze=False, width_ratios=ratios, sharex=rows > 1, sharey=rows > 1)
+    axes = grid.flatten()
+    drawn.suptitle(figure.title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    colours = _colours({s.key for p in figure.panels for s in p.series})
+    # Where the last panel has every line, their names stand at its right, in place of a legend.
+    named = rows == 1 and {p.kind for p in figure.panels} == {"line"} and filled[-1]
+    named = named and {s.label for p in figure.panels for s in p.series} == {s.label for s in figure.panels[-1].series}
+    handles: dict[str, Any] = {}
+    for i, (axis, panel) in enumerate(zip(axes, figure.panels, strict=False)):
+        axis.set_title("\n".join(textwrap.wrap(panel.title, 44, break_on_hyphens=False)), fontsize=10)
+        if not filled[i]:
+            _gap(axis, panel.gap or "nothing was recorded", 40 if ratios is None else 24)
+            continue
+        _PLOTS[panel.kind](axis, panel, colours, figure)
+        # Panels that share their axes are labelled at the outer ones alone.
+        _label(axis, panel, figure, below=rows == 1 or i + columns >= count, left=rows == 1 or i % columns == 0)
+        if named and i == count - 1:
+            _name_ends(axis, panel, colours, figure.smooth)
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    _legend(drawn, figure, handles, width, named=named)
+    return drawn
+
+
+def _matplotlib_figure() -> Any:
     require_matplotlib()
     import matplotlib
 
@@ -128,62 +166,34 @@ def _pyplot() -> Any:
     return MplFigure
 
 
-def _draw(figure: Figure) -> Any:
-    make = _pyplot()
-    count = max(len(figure.panels), 1)
-    columns = min(count, 4 if count > 6 else 3)
-    rows = -(-count // columns)
-    filled = [not p.gap and any(s.x for s in p.series) for p in figure.panels]
-    width = {1: 8.0, 2: 10.5, 3: 13.0, 4: 13.5}[columns]
-    height = (2.4 if rows > 1 else 3.6) * rows if any(filled) else 1.0
-    drawn = make(figsize=(width, 1.1 + height), layout="constrained")
-    ratios = [1.0 if f else 0.5 for f in filled] if rows == 1 and any(filled) else None
-    grid = drawn.subplots(rows, columns, squeeze=False, width_ratios=ratios, sharex=rows > 1, sharey=rows > 1)
-    axes = grid.flatten()
-    drawn.suptitle(figure.title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    colours = _colours({s.colour or s.label for p in figure.panels for s in p.series})
-    # Lines are named at their ends, beside the last panel of a row, rather than in a legend.
-    named = rows == 1 and {p.kind for p in figure.panels} == {"line"} and filled[-1]
-    everyone = {s.label for p in figure.panels for s in p.series}
-    named = named and everyone == {s.label for s in figure.panels[-1].series}
-    shared: dict[str, Any] = {}
-    for i, (axis, panel) in enumerate(zip(axes, figure.panels, strict=False)):
-        axis.set_title("\n".join(textwrap.wrap(panel.title, 44, break_on_hyphens=False)), fontsize=10)
-        if not filled[i]:
-            _gap(axis, panel.gap or "nothing was recorded", 40 if ratios is None else 24)
-            continue
-        _PLOTS[panel.kind](axis, panel, colours, figure)
-        # Where panels share their axes, the outer ones alone are labelled.
-        below = rows == 1 or i + columns >= count
-        axis.tick_params(labelbottom=below)
-        axis.set_xlabel(figure.x_label if below else "")
-        axis.set_ylabel(figure.y_label if rows == 1 or i % columns == 0 else "")
-        if figure.percent or panel.kind == "scatter":
-            axis.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.3g}%")
-            if panel.kind in ("line", "stack"):
-                axis.set_ylim(0, 1.02 if panel.kind == "line" else figure.y_max)
-        if named and i == count - 1:
-            _name_ends(axis, panel, colours, figure.smooth)
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            shared.setdefault(label, handle)
-    for axis in axes[count:]:
-        axis.set_axis_off()
+def _label(axis: Any, panel: Panel, figure: Figure, *, below: bool, left: bool) -> None:
+    axis.tick_params(labelbottom=below)
+    axis.set_xlabel(figure.x_label if below else "")
+    axis.set_ylabel(figure.y_label if left else "")
+    if figure.percent or panel.kind == "scatter":
+        axis.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.3g}%")
+        if panel.kind in ("line", "stack"):
+            axis.set_ylim(0, 1.02 if panel.kind == "line" else figure.y_max)
+
+
+def _legend(drawn: Any, figure: Figure, handles: dict[str, Any], width: float, *, named: bool) -> None:
+    """One legend for all panels, with the note as its title; without a legend the note stands alone."""
     note = "\n".join(textwrap.wrap(figure.note, int(width * 13)))
-    labels = sorted(shared, key=_rank)
+    labels = sorted(handles, key=_rank)
     if (len(labels) > 1 and not named) or (labels and figure.panels[0].kind in ("bar", "stack", "scatter")):
-        handles = [shared[k] for k in labels]
         fits = max(1, int(width * 10 / (max(map(len, labels)) + 7)))
         lines = -(-len(labels) // fits)
-        place: dict[str, Any] = {"loc": "outside lower center", "ncols": -(-len(labels) // lines)}
-        legend = drawn.legend(handles, labels, title=note or None, title_fontsize=8, **place)
+        legend = drawn.legend(
+            [handles[k] for k in labels], labels, title=note or None, title_fontsize=8, loc="outside lower center",
+            ncols=-(-len(labels) // lines),
+        )  # fmt: skip
         legend.get_title().set(color=_SOFT, multialignment="center")
     elif note:
         drawn.supxlabel(note, fontsize=8, color=_SOFT)
-    return drawn
 
 
 def _colours(keys: set[str]) -> dict[str, str]:
-    """Colour by key, in the order of legends: the fixed ones, and what is left of the palette for others."""
+    """Colour by key, in the order of legends: fixed ones; the others take what is left of the palette."""
     ordered = sorted(keys, key=_rank)
     used = {COLOURS[k] for k in ordered if k in COLOURS}
     free = [c for c in PALETTE if c not in used] or list(PALETTE)
@@ -207,7 +217,7 @@ def _gap(axis: Any, text: str, width: int) -> None:
 
 
 def _broken(x: Sequence[float], y: Sequence[float], spacing: float) -> tuple[list[float], list[float]]:
-    """The same points with a break wherever one is missing: a line must not run over steps that have no number."""
+    """The same points with a break (NaN) wherever one is missing: no line may cross steps that have no number."""
     xs, ys = list(x[:1]), list(y[:1])
     for before, here, value in zip(x, x[1:], y[1:], strict=False):
         if here - before > 1.5 * spacing:
@@ -219,14 +229,14 @@ def _broken(x: Sequence[float], y: Sequence[float], spacing: float) -> tuple[lis
 
 
 def _smoothed(x: Sequence[float], y: Sequence[float], width: int) -> list[float]:
-    """Mean over the points at most (width − 1) / 2 away: only points that are there, none across a gap that wide."""
+    """Mean over the points that are there, at most (width − 1) / 2 away in x."""
     reach = (width - 1) / 2
     near = ([v for a, v in zip(x, y, strict=True) if abs(a - b) <= reach] for b in x)
     return [sum(values) / len(values) for values in near]
 
 
 def _apart(values: Sequence[float], least: float, high: float) -> list[float]:
-    """Ascending values, moved as little as it takes to be `least` apart and to end at `high` at most."""
+    """Ascending values, moved as little as possible so that they are `least` apart and none is above `high`."""
     moved: list[float] = []
     for v in values:
         moved.append(max(v, moved[-1] + least) if moved else v)
@@ -242,7 +252,7 @@ def _name_ends(axis: Any, panel: Panel, colours: dict[str, str], smooth: int) ->
     texts = ["\n".join(textwrap.wrap(s.label, 30, break_on_hyphens=False)) for _, s in ends]
     gap = 0.062 * (high - low) * max(t.count("\n") + 1 for t in texts)
     for (_, s), text, y in zip(ends, texts, _apart([y for y, _ in ends], gap, high - gap / 2), strict=True):
-        axis.annotate(text, (1.015, y), xycoords=axis.get_yaxis_transform(), color=colours[s.colour or s.label],
+        axis.annotate(text, (1.015, y), xycoords=axis.get_yaxis_transform(), color=colours[s.key],
                       va="center", fontsize=9, fontweight="bold", annotation_clip=False)  # fmt: skip
 
 
@@ -250,17 +260,17 @@ def _line(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> N
     gaps = [b - a for s in panel.series for a, b in zip(s.x, s.x[1:], strict=False)]
     spacing = min(gaps, default=1.0)
     for s in panel.series:
-        key = s.colour or s.label
         y, low, high = (_smoothed(s.x, v, figure.smooth) if v else [] for v in (s.y, s.low, s.high))
-        axis.plot(*_broken(s.x, y, spacing), ":" if s.dotted else "-", label=s.label, color=colours[key], linewidth=1.9,
-                  marker=_marker(key, colours) if len(s.x) <= 12 else None, markersize=5)  # fmt: skip
+        axis.plot(*_broken(s.x, y, spacing), ":" if s.dotted else "-", label=s.label, color=colours[s.key],
+                  linewidth=1.9, marker=_marker(s.key, colours) if len(s.x) <= 12 else None, markersize=5)  # fmt: skip
         if low:
-            axis.fill_between(s.x, low, high, color=colours[key], alpha=0.14, linewidth=0)
-    _whole_steps(axis, panel)
+            axis.fill_between(s.x, low, high, color=colours[s.key], alpha=0.14, linewidth=0)
+    _step_axis(axis, panel)
     axis.margins(x=0.02)
 
 
-def _whole_steps(axis: Any, panel: Panel) -> None:
+def _step_axis(axis: Any, panel: Panel) -> None:
+    """Ticks at whole steps; one step alone stands in the middle."""
     xs = {x for s in panel.series for x in s.x}
     if all(float(x).is_integer() for x in xs):
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -271,21 +281,20 @@ def _whole_steps(axis: Any, panel: Panel) -> None:
 def _stack(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
     axis.stackplot(
         panel.series[0].x, [s.y for s in panel.series], labels=[s.label for s in panel.series],
-        colors=[colours[s.colour or s.label] for s in panel.series],
+        colors=[colours[s.key] for s in panel.series],
     )  # fmt: skip
     axis.margins(x=0)
     axis.grid(False)
-    _whole_steps(axis, panel)
+    _step_axis(axis, panel)
 
 
 def _scatter(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> None:
-    """Points are named in the legend: names beside them would lie on each other where settings cost alike."""
+    """Points are named in the legend: names beside them would overlap where settings cost alike."""
     axis.margins(0.2)
     for s in panel.series:
-        key = s.colour or s.label
-        # A point under another is seen through it.
-        axis.scatter(s.x, s.y, s=70, marker=_marker(key, colours), zorder=3, label=s.label, linewidths=1.5,
-                     facecolors=[(colours[key], 0.25)], edgecolors=[colours[key]])  # fmt: skip
+        # Half transparent: a point under another one stays visible.
+        axis.scatter(s.x, s.y, s=70, marker=_marker(s.key, colours), zorder=3, label=s.label, linewidths=1.5,
+                     facecolors=[(colours[s.key], 0.25)], edgecolors=[colours[s.key]])  # fmt: skip
     xs = [x for s in panel.series for x in s.x]
     if min(xs) > 0 and max(xs) > 20 * min(xs):
         axis.set_xscale("log")
@@ -304,9 +313,9 @@ def _bar(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> No
     width = 0.8 / len(panel.series)
     for i, s in enumerate(panel.series):
         axis.bar([x + (i - (len(panel.series) - 1) / 2) * width for x in s.x], s.y, width, label=s.label,
-                 color=colours[s.colour or s.label])  # fmt: skip
+                 color=colours[s.key])  # fmt: skip
     _ticks(axis, panel)
-    # Without the empty end of a long tail.
+    # The empty end of a long tail is cut off.
     last = max((x for s in panel.series for x, y in zip(s.x, s.y, strict=True) if y >= 0.0005), default=0.0)
     axis.set_xlim(-0.6, last + 0.6)
 
@@ -315,7 +324,7 @@ def _pile(axis: Any, panel: Panel, colours: dict[str, str], figure: Figure) -> N
     bottom = [0.0] * len(panel.ticks)
     for s in panel.series:
         axis.bar(s.x, s.y, 0.62, bottom=[bottom[int(x)] for x in s.x], label=s.label,
-                 color=colours[s.colour or s.label])  # fmt: skip
+                 color=colours[s.key])  # fmt: skip
         for x, y in zip(s.x, s.y, strict=True):
             bottom[int(x)] += y
     for x, total in enumerate(bottom):

@@ -1,4 +1,4 @@
-"""Groups, judgements and credits of an archived step, as the objects that training held."""
+"""Groups, judgements and credits of an archived step, read back as the objects of training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,32 @@ from typing import Any
 from draco.core.types import Credit, Criterion, Failure, Group, Judgement, Trajectory, Verdict
 from draco.run.archive import read_table, read_trajectories
 
-__all__ = ["read_credits", "read_groups"]
+__all__ = ["read_credits", "read_groups", "rows_by_group"]
 
-Rows = Mapping[int, Sequence[Mapping[str, Any]]]
+#: rows by table
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def read_groups(run: Path, step: int) -> list[Group]:
-    """Groups as they were rolled out, quarantined members included."""
+    """All groups as they were rolled out, with their quarantined members."""
     table = read_table(run, "trajectories", [step])
     members: dict[int, list[Trajectory]] = defaultdict(list)
     for index, trajectory in zip(table["group"].to_pylist(), read_trajectories(table), strict=True):
         members[index].append(trajectory)
     return [Group(t[0].task, tuple(t), index, step) for index, t in sorted(members.items())]
+
+
+def rows_by_group(run: Path, step: int, *names: str) -> dict[int, dict[str, list[dict[str, Any]]]]:
+    """Rows of some tables of a step: group → table → rows.
+
+    Raises:
+        FileNotFoundError: the step is not archived.
+    """
+    found: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: {name: [] for name in names})
+    for name in names:
+        for row in read_table(run, name, [step]).to_pylist():
+            found[row["group"]][name].append(row)
+    return dict(sorted(found.items()))
 
 
 def read_credits(run: Path, step: int) -> list[Credit]:
@@ -31,20 +45,12 @@ def read_credits(run: Path, step: int) -> list[Credit]:
         FileNotFoundError: the step is not archived.
         ValueError: tables disagree; the message names the group.
     """
-    rows: dict[str, Rows] = {}
-    for name in ("credits", "criteria", "verdicts", "failures"):
-        by_group: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-        for row in read_table(run, name, [step]).to_pylist():
-            by_group[row["group"]].append(row)
-        rows[name] = by_group
     groups = {g.index: g for g in read_groups(run, step)}
-    return [
-        _credit(groups[index], {name: r.get(index, ()) for name, r in rows.items()})
-        for index in sorted(rows["credits"])
-    ]
+    found = rows_by_group(run, step, "credits", "criteria", "verdicts", "failures")
+    return [_credit(groups[index], rows) for index, rows in found.items() if rows["credits"]]
 
 
-def _credit(group: Group, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Credit:
+def _credit(group: Group, rows: Rows) -> Credit:
     credits = rows["credits"]
     by_sample = {t.sample: t for t in group.trajectories}
     verdicts = {(r["criterion"], r["sample"]): r for r in rows["verdicts"]}

@@ -1,8 +1,8 @@
-"""report.html: one file a run, with everything in it: summary, curves and the credit viewer.
+"""report.html: one file a run that holds everything: summary, curves and the credit viewer.
 
-The page opens from the disk and asks no network for anything (its content security policy forbids it). The archive's
-groups lie in it as one compressed, base64-encoded block each; the page decodes the block of the group that is looked
-at. Texts of the policy, of tools and of the judge are data in these blocks and reach the page as text nodes only.
+The page opens from the disk and makes no network request (its content security policy forbids any). Each group of the
+archive is one compressed, base64-encoded block; the page decodes a block when its group is shown. Texts of the policy,
+the tools and the judge are data in these blocks and reach the page as text nodes only.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
+from itertools import takewhile
 from typing import Any
 
 from draco.core import files as durable
-from draco.run.archive import read_calls, read_table
-from draco.run.numbers import StepNumbers, total
+from draco.run.archive import read_calls
+from draco.run.numbers import StepNumbers, inert_share, total
+from draco.study.judgements import rows_by_group
 from draco.study.pieces import TokenPieces
 from draco.study.runs import Run
 
 __all__ = ["render_page", "write_page"]
 
+_TRAINED = "success on training tasks"
+_INERT = "inert: verdicts unanimous"
 #: metrics that the page draws first, in this order; the others on demand
 CURVES = (
     "reward/mean", "rubric/pass_rate", "credit/inert_verdicts", "group/zero_std", "rollout/turns", "update/loss",
@@ -97,54 +102,42 @@ def _pack(content: Any) -> str:
 
 
 def _summary(run: Run) -> list[tuple[str, str]]:
-    """Lines of summary.json that are one value; null is said, not left out."""
-    shown = []
-    for key, value in run.summary.items():
-        if isinstance(value, str | int | float) or value is None:
-            shown.append(
-                (key, "not measured" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
-            )
-    return shown
+    """Lines of summary.json that are one value; null is shown as "not measured"."""
+    shown = {k: v for k, v in run.summary.items() if isinstance(v, str | int | float | None)}
+    return [
+        (k, "not measured" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in shown.items()
+    ]
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
     """The few figures of a run that a reader wants first: (value, name); what was not measured is left out."""
-    get = run.summary.get
-
-    def known(key: str) -> bool:
-        return isinstance(get(key), int | float)
+    known = {k: v for k, v in run.summary.items() if isinstance(v, int | float)}
 
     def share(key: str) -> str:
-        return f"{100 * float(run.summary[key]):.1f}%" if known(key) else "–"
+        return f"{100 * known[key]:.1f}%" if key in known else "–"
 
-    tiles = []
-    for name, one in (("tasks solved (TGC)", "success"), ("scenarios solved (SGC)", "sgc")):
-        if known(f"final_{one}"):
-            tiles.append((f"{share(f'base_{one}')} → {share(f'final_{one}')}", f"{name}, before → after"))
-    if known("rubric_pass_rate"):
-        tiles.append((share("rubric_pass_rate"), "rubric passed, mean over training"))
-    if known("inert_share"):
-        tiles.append((share("inert_share"), "inert: verdicts unanimous"))
-    if known("judge_calls"):
-        cost = get("judge_cost_usd")
+    tiles = [
+        (f"{share(f'base_{key}')} → {share(f'final_{key}')}", f"{name}, before → after")
+        for name, key in (("tasks solved (TGC)", "success"), ("scenarios solved (SGC)", "sgc"))
+        if f"final_{key}" in known
+    ]
+    for name, key in (("rubric passed, mean over training", "rubric_pass_rate"), (_INERT, "inert_share")):
+        tiles += [(share(key), name)] if key in known else []
+    if "judge_calls" in known:
+        cost = run.summary.get("judge_cost_usd")
         bill = "price unknown" if cost is None else "free" if cost == 0 else f"${cost:.2f}"
-        tiles.append((f"{get('judge_calls'):,}", f"judge calls, {bill}"))
-    if known("steps"):
-        tiles.append((f"{get('steps'):,}", "training steps"))
+        tiles.append((f"{known['judge_calls']:,}", f"judge calls, {bill}"))
+    if "steps" in known:
+        tiles.append((f"{known['steps']:,}", "training steps"))
     return tiles
 
 
 def _counted_tiles(numbers: Sequence[StepNumbers]) -> list[tuple[str, str]]:
-    """The same of trajectories that were judged without a run: counted from the archive."""
+    """The same for trajectories that were judged without a run: counted from the archive."""
     judged, rollouts = sum(n.members for n in numbers), sum(n.rollouts for n in numbers)
+    shares = (("rubric passed", total(n.verdicts for n in numbers).pass_rate), (_INERT, inert_share(numbers)))
     tiles = [(f"{judged:,} of {rollouts:,}", "trajectories judged")] if rollouts else []
-    if (rate := total(n.verdicts for n in numbers).pass_rate) is not None:
-        tiles.append((f"{100 * rate:.1f}%", "rubric passed"))
-    known = [n for n in numbers if n.inert is not None and n.members]
-    if known:
-        share = sum(n.inert or 0 for n in known) / sum(n.members for n in known)
-        tiles.append((f"{100 * share:.1f}%", "inert: verdicts unanimous"))
-    return tiles
+    return tiles + [(f"{100 * share:.1f}%", name) for name, share in shares if share is not None]
 
 
 def _evaluations(run: Run) -> list[dict[str, Any]]:
@@ -156,43 +149,47 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
 
 
 def _curves(run: Run, numbers: Sequence[StepNumbers]) -> list[dict[str, Any]]:
-    """Every metric as {name, x, y, first}; success on training tasks from train_success.csv beside them."""
-    names = sorted({k for row in run.metrics for k in row if k != "step" and not k.startswith("summary/")})
-    curves = []
-    for name in names:
-        points = [(row["step"], row[name]) for row in run.metrics if name in row and abs(row[name]) < float("inf")]
-        curves.append({"name": name, "x": [x for x, _ in points], "y": [y for _, y in points], "first": name in CURVES})
-    if not names and numbers:  # judged from a file: there are no metrics, but the archive has rewards
-        known = [s for s in numbers if s.verdicts.pass_rate is not None]
-        curves.append({"name": "rubric/pass_rate", "x": [s.step + 1 for s in known],
-                       "y": [s.verdicts.pass_rate for s in known], "first": True})  # fmt: skip
+    """Every metric as {name, x, y, first}, and success on training tasks from train_success.csv."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name in sorted({k for row in run.metrics for k in row if k != "step" and not k.startswith("summary/")}):
+        points[name] = [(row["step"], row[name]) for row in run.metrics if name in row and math.isfinite(row[name])]
+    if not points and numbers:  # judged from a file: there are no metrics, but the archive has verdicts
+        rates = [(s.step + 1, s.verdicts.pass_rate) for s in numbers]
+        points["rubric/pass_rate"] = [(x, y) for x, y in rates if y is not None]
     if run.train_success:
-        shares = {s + 1: good / known for s, (good, known) in run.train_success.items() if known}
-        curves.append(
-            {"name": "success on training tasks", "x": list(shares), "y": list(shares.values()), "first": True}
-        )
-    order = {name: i for i, name in enumerate(CURVES)}
-    return sorted(curves, key=lambda c: (order.get(c["name"], len(order)), c["name"]))
+        known = {s: counts for s, counts in run.train_success.items() if counts[1]}
+        points[_TRAINED] = [(s + 1, good / n) for s, (good, n) in known.items()]
+    order = {name: i for i, name in enumerate((*CURVES, _TRAINED))}
+    curves = [
+        {"name": name, "x": [x for x, _ in found], "y": [y for _, y in found], "first": name in order}
+        for name, found in points.items()
+    ]
+    return sorted(curves, key=lambda c: (min(order.get(c["name"], 99), len(CURVES)), c["name"]))
 
 
 def group_blocks(
     run: Run, step: int, pieces: TokenPieces, max_text: int
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What the page shows of every group of a step: (line for the picker, block)."""
-    tables: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for name in ("trajectories", "criteria", "verdicts", "credits", "failures"):
-        by_group: dict[int, list[dict[str, Any]]] = {}
-        for row in read_table(run.path, name, [step]).to_pylist():
-            by_group.setdefault(row["group"], []).append(row)
-        tables[name] = by_group
+    groups = rows_by_group(run.path, step, "trajectories", "criteria", "verdicts", "credits", "failures")
     try:
         calls = read_calls(run.path, [step])
     except FileNotFoundError:
         calls = []
-    groups = sorted(tables["trajectories"] or tables["credits"])
-    return [
-        _group(g, {name: rows.get(g, []) for name, rows in tables.items()}, calls, pieces, max_text) for g in groups
-    ]
+    # An archive without trajectories still has credits.
+    shown = {g: rows for g, rows in groups.items() if rows["trajectories"]} or {
+        g: rows for g, rows in groups.items() if rows["credits"]
+    }
+    return [_group(g, rows, calls, pieces, _cutter(max_text)) for g, rows in shown.items()]
+
+
+def _cutter(most: int) -> Callable[[str | None], str]:
+    def cut(text: str | None) -> str:
+        text = text or ""
+        left = len(text) - most
+        return text if left <= 0 else f"{text[:most]}\n[{left} more characters are in the archive]"
+
+    return cut
 
 
 def _group(
@@ -200,48 +197,15 @@ def _group(
     rows: Mapping[str, list[dict[str, Any]]],
     calls: Sequence[Mapping[str, Any]],
     pieces: TokenPieces,
-    max_text: int,
+    cut: Callable[[str | None], str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    def cut(text: str | None) -> str:
-        text = text or ""
-        left = len(text) - max_text
-        return text if left <= 0 else f"{text[:max_text]}\n[{left} more characters are in the archive]"
-
-    credits = {r["sample"]: r for r in rows["credits"]}
-    failures = {r["sample"]: f"{r['phase']}: {r['reason']}" for r in rows["failures"]}
-    dropped = {r["criterion"]: r["dropped"] for r in rows["criteria"]}
     verdicts = {(v["criterion"], v["sample"]): v for v in rows["verdicts"]}
-    rollouts = []
-    for t in rows["trajectories"]:
-        credit = credits.get(t["sample"])
-        counts = _counts([v for v in rows["verdicts"] if v["sample"] == t["sample"]], dropped, len(t["steps"]))
-        steps = []
-        for j, s in enumerate(t["steps"]):
-            steps.append({
-                "act": cut(s["action"]), "obs": cut(s["observation"]), "turn": s["turn"], "n": s["stop"] - s["start"],
-                "a": credit["step_advantages"][j] if credit else None,
-                "q": credit["qualities"][j] if credit and credit["qualities"] else None,
-                "pf": counts[j],
-                "tok": t["token_ids"][s["start"] : s["stop"]],
-                "lp": [round(x, 3) for x in t["logprobs"][s["start"] : s["stop"]]],
-            })  # fmt: skip
-        rollouts.append({
-            "sample": t["sample"], "end": t["termination"], "error": cut(t["error"]), "steps": steps,
-            "r": credit["reward"] if credit else None, "A": credit["advantage"] if credit else None,
-            "reason": credit["reason"] if credit else "", "flat": bool(credit and credit["zero_std"]),
-            "lost": failures.get(t["sample"], ""),
-        })  # fmt: skip
+    rollouts = _rollouts(rows, cut)
     first = rows["trajectories"][0] if rows["trajectories"] else {}
-    opening = []
-    for message in first.get("messages", ()):
-        if message["role"] == "assistant":
-            break
-        opening.append([message["role"], cut(message["content"])])
-    samples = [r["sample"] for r in rollouts]
-    mine = [c for c in calls if c["task_id"] == first.get("task_id")]
+    opening = takewhile(lambda m: m["role"] != "assistant", first.get("messages", ()))
     block = {
         "task": first.get("task_id", ""),
-        "opening": opening,
+        "opening": [[m["role"], cut(m["content"])] for m in opening],
         "rollouts": rollouts,
         "pieces": pieces.of({i for r in rollouts for s in r["steps"] for i in s["tok"]}),
         "criteria": [
@@ -250,14 +214,14 @@ def _group(
             for c in rows["criteria"]
         ],
         "verdicts": [
-            [_verdict(verdicts.get((c["criterion"], s)), cut) for s in samples] for c in rows["criteria"]
+            [_verdict(verdicts.get((c["criterion"], r["sample"])), cut) for r in rollouts] for c in rows["criteria"]
         ],
         "calls": [
             {"phase": c["phase"], "sample": c["sample"], "attempt": c["attempt"], "outcome": c["outcome"],
              "error": cut(c["error"]), "model": c["served_model"] or c["model"], "in": c["tokens_in"],
              "out": c["tokens_out"], "cached": c["tokens_cached"], "usd": c["cost_usd"],
              "s": round(c["latency_s"], 3), "reply": cut(c["reply"])}
-            for c in mine
+            for c in calls if c["task_id"] == first.get("task_id")
         ],
     }  # fmt: skip
     rewards = [r["r"] for r in rollouts if r["r"] is not None]
@@ -269,7 +233,36 @@ def _group(
     return head, block
 
 
-def _verdict(v: Mapping[str, Any] | None, cut: Any) -> list[Any] | None:
+def _rollouts(rows: Mapping[str, list[dict[str, Any]]], cut: Callable[[str | None], str]) -> list[dict[str, Any]]:
+    """Rollouts of a group with their credit, step by step."""
+    credits = {r["sample"]: r for r in rows["credits"]}
+    failures = {r["sample"]: f"{r['phase']}: {r['reason']}" for r in rows["failures"]}
+    dropped = {r["criterion"]: r["dropped"] for r in rows["criteria"]}
+    rollouts = []
+    for t in rows["trajectories"]:
+        credit = credits.get(t["sample"])
+        counts = _counts([v for v in rows["verdicts"] if v["sample"] == t["sample"]], dropped, len(t["steps"]))
+        steps = [
+            {
+                "act": cut(s["action"]), "obs": cut(s["observation"]), "turn": s["turn"], "n": s["stop"] - s["start"],
+                "a": credit["step_advantages"][j] if credit else None,
+                "q": credit["qualities"][j] if credit and credit["qualities"] else None,
+                "pf": counts[j],
+                "tok": t["token_ids"][s["start"] : s["stop"]],
+                "lp": [round(x, 3) for x in t["logprobs"][s["start"] : s["stop"]]],
+            }
+            for j, s in enumerate(t["steps"])
+        ]  # fmt: skip
+        rollouts.append({
+            "sample": t["sample"], "end": t["termination"], "error": cut(t["error"]), "steps": steps,
+            "r": credit["reward"] if credit else None, "A": credit["advantage"] if credit else None,
+            "reason": credit["reason"] if credit else "", "flat": bool(credit and credit["zero_std"]),
+            "lost": failures.get(t["sample"], ""),
+        })  # fmt: skip
+    return rollouts
+
+
+def _verdict(v: Mapping[str, Any] | None, cut: Callable[[str | None], str]) -> list[Any] | None:
     if v is None:
         return None
     return [v["score"], v["override"], v["cited_steps"] or [], cut(v["justification"]), cut(v["evidence"]),

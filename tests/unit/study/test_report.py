@@ -21,8 +21,8 @@ from draco.study.agreement import agreement
 from draco.study.curves import all_figures, over_seeds
 from draco.study.figures import COLOURS, Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
 from draco.study.pieces import TokenPieces
-from draco.study.rows import SETTINGS, by_setting, splits
 from draco.study.runs import open_run
+from draco.study.settings import SETTINGS, by_setting, splits
 from draco.study.statistics import mean_std, paired_bootstrap, task_means
 from draco.study.tables import all_tables, write_table
 

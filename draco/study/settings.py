@@ -1,4 +1,4 @@
-"""What stands in one row of a table and under one name in figures, in which order, and what must be said of it."""
+"""Settings in the order of rows and legends, and the evaluations that stand for each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from draco.study.runs import Evaluation, Run
 
-__all__ = ["SETTINGS", "bases", "by_setting", "fault_notes", "finals", "many", "splits"]
+__all__ = ["SETTINGS", "by_setting", "evaluations", "fault_notes", "finals", "many", "splits"]
 
-#: known settings, in the order of rows and legends; others follow by name
+#: known settings in their order; others follow by name
 SETTINGS = ("static+uniform", "static+step", "dynamic+uniform", "dynamic+step", "outcome+uniform", "random+uniform")
 _SPLITS = ("test_normal", "test_challenge")
 
@@ -27,39 +27,37 @@ def splits(runs: Sequence[Run], *, base: bool = False) -> list[str]:
 
     Args:
         runs: of any setting.
-        base: those too that the untrained policy alone was evaluated on.
+        base: also those that only the untrained policy was evaluated on.
     """
     found = (e for r in runs for e in r.evaluations if not e.during_training)
     return _ordered({e.split for e in found if base or e.checkpoint != "base"}, _SPLITS)
 
 
 def finals(runs: Sequence[Run], split: str) -> list[Evaluation]:
-    """The checkpoints of all runs that a row averages."""
+    """The evaluations of all runs that a row averages."""
     return [e for r in runs for e in r.final_evaluations(split)]
 
 
-def bases(runs: Sequence[Run], split: str) -> list[Evaluation]:
-    """The untrained policy's evaluations, one a run that has one."""
-    return [e for r in runs if (e := r.base_evaluation(split)) is not None]
+def evaluations(runs: Sequence[Run], split: str) -> dict[str, list[Evaluation]]:
+    """What every row averages: `base` (the untrained policy, one evaluation a run that has one), then the settings."""
+    base = [e for r in runs if r.trained and (e := r.base_evaluation(split)) is not None]
+    return {"base": base} | {setting: finals(cell, split) for setting, cell in by_setting(runs).items()}
 
 
 def fault_notes(split: str, rows: Mapping[str, Sequence[Evaluation]]) -> list[str]:
-    """How many rollouts of every row failed by no doing of the policy, or have no success at all."""
+    """How many rollouts of every row failed through no fault of the policy, or have no success at all."""
     said = []
-    for name, evaluations in rows.items():
-        rollouts = sum(int(e.content.get("tasks") or 0) * e.n for e in evaluations)
-        if faults := _sum(evaluations, "quarantined"):
+    for name, found in rows.items():
+        rollouts = many(sum(int(e.content.get("tasks") or 0) * e.n for e in found), "rollout")
+        faults, unknown = (sum(int(e.content.get(k) or 0) for e in found) for k in ("quarantined", "unevaluated"))
+        if faults:
             said.append(
-                f"{name}, {split}: {faults} of {many(rollouts, 'rollout')} ended by a fault (environment, engine or "
-                "deadline) and count as failed."
+                f"{name}, {split}: {faults} of {rollouts} ended by a fault (environment, engine or deadline) and count "
+                "as failed."
             )
-        if unknown := _sum(evaluations, "unevaluated"):
-            said.append(f"{name}, {split}: {unknown} of {many(rollouts, 'rollout')} left out: the evaluator failed.")
+        if unknown:
+            said.append(f"{name}, {split}: {unknown} of {rollouts} left out: the evaluator failed.")
     return said
-
-
-def _sum(evaluations: Sequence[Evaluation], key: str) -> int:
-    return sum(int(e.content.get(key) or 0) for e in evaluations)
 
 
 def many(number: int, noun: str) -> str:
