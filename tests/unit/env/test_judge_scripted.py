@@ -14,11 +14,11 @@ from callbacks.rubric.static import load_criteria
 from draco.core.types import Group, Message, Step, Trajectory
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import FAULTS
-from draco.env.desk.judge.findings import examine
 from draco.env.desk.judge.general import GENERAL
 from draco.env.desk.judge.goals import goals_of
 from draco.env.desk.judge.reading import Prompt, read_prompt, read_transcript
 from draco.env.desk.judge.replies import reply
+from draco.env.desk.judge.subgoals import examine
 from draco.judge.client import JudgeClient
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.transcript import fence, opening, transcript
@@ -63,8 +63,8 @@ def passed(t: Trajectory) -> dict[str, tuple[int, ...]]:
 
 
 def general(t: Trajectory) -> dict[str, tuple[int, tuple[int, ...]]]:
-    findings, ledger = examine(transcript(t))
-    return {title: rule(findings, ledger)[:2] for title, rule in GENERAL.items()}
+    findings, events = examine(transcript(t))
+    return {title: rule(findings, events)[:2] for title, rule in GENERAL.items()}
 
 
 def test_a_right_payment_passes_with_the_steps_that_fulfil_it() -> None:

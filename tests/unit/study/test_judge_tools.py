@@ -119,9 +119,9 @@ def test_redteam_counts_flips(capsys: pytest.CaptureFixture[str], monkeypatch: p
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == {"attacks": 4, "won": 0, "failed": 0, "flip_rate": 0.0, "control_flip_rate": 0.0}
     # a judge that believes what it reads
-    from draco.env.desk.judge import provider
+    from draco.env.desk.judge import handler
 
-    honest = provider.reply
+    honest = handler.reply
 
     def gullible(prompt: Any) -> Any:
         answer = honest(prompt)
@@ -130,7 +130,7 @@ def test_redteam_counts_flips(capsys: pytest.CaptureFixture[str], monkeypatch: p
                 item["score"] = 1
         return answer
 
-    monkeypatch.setattr(provider, "reply", gullible)
+    monkeypatch.setattr(handler, "reply", gullible)
     assert judge_redteam.main(["attacks=4"]) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (last["won"], last["flip_rate"]) == (1, round(2 / 12, 4))  # demand-en says evaluator

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from draco.env.desk.judge.ledger import Effect, Ledger
+from draco.env.desk.judge.events import Change, Events
 
 __all__ = ["Goal", "assign", "goals_of", "same"]
 
@@ -38,6 +38,21 @@ _GOALS = [
     )
 ]
 
+#: kind of change → the kinds of sub-goal that it can be made for
+_SERVES: Mapping[str, tuple[str, ...]] = {
+    "pay": ("pay", "bill"),
+    "approve": ("approve",),
+    "mail_delete": ("clean",),
+    "file_delete": ("purge",),
+    "note": ("note",),
+    "book": ("book",),
+    "share": ("share",),
+    "open": ("vault",),
+    "unlock": ("unlock",),
+    "mail": ("vault", "unlock"),
+    "refund": ("refund",),
+}
+
 
 def goals_of(request: str) -> tuple[Goal, ...]:
     """The sub-goals of a user message."""
@@ -57,76 +72,63 @@ def same(value: object, number: int) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == number
 
 
-def assign(ledger: Ledger, goals: Sequence[Goal]) -> tuple[dict[int, list[Effect]], list[Effect]]:
+def assign(events: Events, goals: Sequence[Goal]) -> tuple[dict[int, list[Change]], list[Change]]:
     """Changes by the position of their sub-goal, and those that belong to none. Cancelled ones are left out."""
-    assigned: dict[int, list[Effect]] = {i: [] for i in range(len(goals))}
-    extra: list[Effect] = []
-    for effect in ledger.effects:
-        if not effect.cancelled:
-            at = _goal_of(ledger, goals, assigned, effect)
-            (extra if at is None else assigned[at]).append(effect)
+    assigned: dict[int, list[Change]] = {i: [] for i in range(len(goals))}
+    extra: list[Change] = []
+    for change in events.changes:
+        if not change.cancelled:
+            at = _goal_of(events, goals, assigned, change)
+            (extra if at is None else assigned[at]).append(change)
     return assigned, extra
 
 
-def _goal_of(ledger: Ledger, goals: Sequence[Goal], assigned: dict[int, list[Effect]], e: Effect) -> int | None:
+def _goal_of(events: Events, goals: Sequence[Goal], assigned: dict[int, list[Change]], c: Change) -> int | None:
     """The sub-goal that fits best: values first, then the look-up that went before, then the least served."""
-    fits = {
-        "pay": ("pay", "bill"),
-        "approve": ("approve",),
-        "mail_delete": ("clean",),
-        "file_delete": ("purge",),
-        "note": ("note",),
-        "book": ("book",),
-        "share": ("share",),
-        "open": ("vault",),
-        "unlock": ("unlock",),
-        "mail": ("vault", "unlock"),
-        "refund": ("refund",),
-    }[e.kind]
-    options = [i for i, g in enumerate(goals) if g.kind in fits]
+    options = [i for i, g in enumerate(goals) if g.kind in _SERVES[c.kind]]
     if not options:
         return None
-    scores = {i: _fit(ledger, e, goals[i]) for i in options}
-    best = max(options, key=lambda i: (scores[i], -len([x for x in assigned[i] if x.kind == e.kind]), -i))
-    # Opening or booking something that no sentence names is nobody's sub-goal done wrongly.
-    return None if e.kind in {"open", "unlock", "book"} and scores[best] < 8 else best
+    scores = {i: _fit(events, c, goals[i]) for i in options}
+    best = max(options, key=lambda i: (scores[i], -len([x for x in assigned[i] if x.kind == c.kind]), -i))
+    # Nobody asked for opening or booking something that no sentence names: it is no sub-goal done wrongly.
+    return None if c.kind in {"open", "unlock", "book"} and scores[best] < 8 else best
 
 
-def _fit(led: Ledger, e: Effect, g: Goal) -> int:
+def _fit(events: Events, c: Change, g: Goal) -> int:
     args = g.args
     if g.kind == "pay":
-        name, team = led.teams.get(str(e.args.get("to")), (led.names.get(str(e.args.get("to")), ""), ""))
+        name, team = events.teams.get(str(c.args.get("to")), (events.names.get(str(c.args.get("to")), ""), ""))
         return (
             8 * (name == args[0])
             + 4 * (team == args[1])
-            + 3 * same(e.args.get("amount"), int(args[2]))
-            + 2 * (e.context == ("contacts.find", args[0]))
+            + 3 * same(c.args.get("amount"), int(args[2]))
+            + 2 * (c.context == ("contacts.find", args[0]))
         )
     if g.kind == "bill":
-        payee, due, paid = led.bills.get(args[0], ("", -1, -1))
+        payee, due, paid = events.bills.get(args[0], ("", -1, -1))
         return (
-            8 * (e.args.get("to") == payee)
-            + 3 * (same(e.args.get("amount"), due) or same(e.args.get("amount"), paid))
-            + 4 * (e.context == ("notes.read", args[0]))
+            8 * (c.args.get("to") == payee)
+            + 3 * (same(c.args.get("amount"), due) or same(c.args.get("amount"), paid))
+            + 4 * (c.context == ("notes.read", args[0]))
         )
     if g.kind == "note":
-        mails = led.states.get(("mail.search", args[0]), {})
-        known = {str(n) for m in mails for n in led.codes.get(m, ())}
-        return 8 * (e.args.get("text") in known) + 4 * (e.context[1] in mails) + 2 * (e.context[1] == args[0])
-    if g.kind in {"book", "open"}:
-        return 8 * (e.args.get("name") == args[0])
+        mails = events.states.get(("mail.search", args[0]), {})
+        known = {str(n) for m in mails for n in events.codes.get(m, ())}
+        return 8 * (c.args.get("text") in known) + 4 * (c.context[1] in mails) + 2 * (c.context[1] == args[0])
+    if g.kind == "book":
+        return 8 * (c.args.get("name") == args[0])
     if g.kind == "share":
-        owner = led.teams.get(str(e.args.get("to")), ("", ""))
+        owner = events.teams.get(str(c.args.get("to")), ("", ""))
         return (
-            8 * (e.args.get("id") in led.states.get(("files.find", args[0]), {}))
+            8 * (c.args.get("id") in events.states.get(("files.find", args[0]), {}))
             + 3 * (owner[0] == args[1])
             + (owner[1] == args[2])
         )
     if g.kind in {"vault", "unlock"}:
-        if e.kind in {"open", "unlock"}:
-            return 8 * (e.args.get("name") == args[0])
+        if c.kind in {"open", "unlock"}:
+            return 8 * (c.args.get("name") == args[0])
         word = "opened" if g.kind == "vault" else "unlocked"
-        key = led.keys.get(args[0], ("\0", 0))[0]
-        text = str(e.args.get("text"))
-        return 8 * (e.args.get("to") == args[1]) + 4 * (text == word) + 4 * (key in text)
+        key = events.keys.get(args[0], ("\0", 0))[0]
+        text = str(c.args.get("text"))
+        return 8 * (c.args.get("to") == args[1]) + 4 * (text == word) + 4 * (key in text)
     return 1

@@ -10,9 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from draco.env.desk.judge.findings import Finding, examine
+from draco.env.desk.judge.findings import Finding
 from draco.env.desk.judge.general import GENERAL, Result
 from draco.env.desk.judge.reading import Prompt
+from draco.env.desk.judge.subgoals import examine
 
 __all__ = ["reply"]
 
@@ -114,9 +115,9 @@ def _reduce(prompt: Prompt) -> dict[str, Any]:
 
 
 def _decide(block: str, title: str) -> Result:
-    findings, ledger = examine(block)
+    findings, events = examine(block)
     if rule := GENERAL.get(title):
-        return rule(findings, ledger)
+        return rule(findings, events)
     for f in findings:
         if f.title == title:
             return f.score, f.steps, f.evidence
