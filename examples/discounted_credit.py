@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from draco.core.types import Judgement
 from draco.credit.base import GroupCredit
-from draco.credit.redistribution import Reason, StepCredit
+from draco.credit.redistribution import StepCredit
 
 __all__ = ["DiscountedCredit"]
 
@@ -23,8 +23,6 @@ class DiscountedCredit(GroupCredit):
 
     def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:
         tokens = judgement.group.trajectories[member].step_tokens
-        weights = tuple(self.gamma ** (len(tokens) - j) for j in range(1, len(tokens) + 1))
-        mass = advantage * sum(tokens)
-        totals = tuple(mass * w / sum(weights) for w in weights)
-        per_token = tuple(t / n for t, n in zip(totals, tokens, strict=True))
-        return StepCredit(per_token, totals, (), weights, Reason.CREDITED, inert_weights=False)
+        weights = [self.gamma ** (len(tokens) - j) for j in range(1, len(tokens) + 1)]
+        scale = advantage * sum(tokens) / sum(weights)
+        return StepCredit(tuple(scale * w / n for w, n in zip(weights, tokens, strict=True)))

@@ -1,7 +1,7 @@
 """Step credit: A_i redistributed over the steps that the verdicts cite (DRACO).
 
-    Q_j = passes / (passes + fails) citing step j        w_j = Q_j if A_i ≥ 0 else 1 − Q_j        Eq. 4–6
-    a_j = A_i · N · w_j / (n_j · Σ_k w_k)                                                          Eq. 7
+    Q_j = passes / (passes + fails) citing step j        w_j = Q_j if A_i ≥ 0 else 1 − Q_j        Eq. 4, 5
+    a_j = A_i · N · w_j / (n_j · Σ_k w_k)                                                          Eq. 6
 
 Why: in a long episode a few steps decide; the trajectory's total Σ n_j a_j = A_i·N stays what GRPO gives. A verdict
 that the attribution call overrode cites steps for another verdict and counts in no Q (`attribution_overrides: ignore`;

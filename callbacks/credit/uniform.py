@@ -1,6 +1,6 @@
 """Uniform credit: every step token of trajectory i carries A_i (plain GRPO).
 
-    A_i = (R_i − mean R) / (std R + ε)        Eq. 3, over the members left in the group
+    A_i = (R_i − mean R) / (std R + ε)        Eq. 1, over the members left in the group
 
 Why: the reference that step credit is measured against. No citations are needed, so the rubric stage skips the
 attribution calls. Nothing to keep over a restart.

@@ -209,4 +209,3 @@ class Credit:
     qualities: tuple[tuple[float, ...], ...]  #: [G][M] Q_j; empty rows where no quality exists
     reasons: tuple[str, ...]  #: [G] draco.credit.redistribution.Reason value: why the formula or a fallback applied
     zero_std: bool = False  #: the group carries no signal (std below 1e-8)
-    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,53 +1,39 @@
-"""Rewards and group advantages (method: Eq. 1 and 3, discriminative dropout).
+"""Group advantages (Eq. 1).
 
-Shapes: K criteria, G trajectories of one group. Verdict scores are +1 pass, −1 fail, 0 not applicable. Rewards and
-advantages are float64 whatever the verdicts' dtype: they are tiny, and a replay from the archive must match to the bit.
+Everything is float64: advantages are tiny, and a replay from the archive must match to the bit.
 
-Worked example, K = 2, G = 2::
-
-    scores = [[1, -1],      kept: somebody failed it
-              [1,  1]]      dropped: everybody passed it
-    rewards     [ 1.0,   -1.0  ]
-    advantages  [ 0.707, -0.707]    sample std = sqrt(2)
+Worked example: rewards [1, -1] have the sample std √2, so the advantages are [0.707, -0.707].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GroupAdvantage",
-    "standardize",
-]
+__all__ = ["GroupAdvantage", "Std", "standardize"]
+
+Std = Literal["sample", "population"]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupAdvantage:
-    """Advantages of one group."""
+class GroupAdvantage(NamedTuple):
+    """Advantages of one group of G trajectories."""
 
     advantages: Tensor  #: [G] float64 A_i; all 0 when `zero_std`
     zero_std: bool  #: the rewards do not differ (std below `zero_below`): the group carries no signal
 
 
 def standardize(
-    rewards: Tensor,
-    *,
-    std: Literal["sample", "population"] = "sample",
-    normalize: bool = True,
-    epsilon: float = 1e-6,
-    zero_below: float = 1e-8,
+    rewards: Tensor, *, std: Std = "sample", normalize: bool = True, epsilon: float = 1e-6, zero_below: float = 1e-8
 ) -> GroupAdvantage:
-    """Eq. 3: A_i = (R_i − mean R) / (std R + epsilon) over one group.
+    """Eq. 1: A_i = (R_i − mean R) / (std R + epsilon) over one group.
 
     Args:
         rewards: [G] R_i.
         std: divisor G − 1 (`sample`, as in common GRPO code) or G (`population`).
         normalize: False subtracts the mean and does not divide.
-        epsilon: guards the division; never a large one, which would shrink small spreads.
+        epsilon: avoids a division by zero. Keep it small: a large one shrinks the advantages of small spreads.
         zero_below: a group whose std is below it has A_i = 0 for all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What every credit rule shares: group advantages, and one `Credit` a judgement. A rule adds one method.
+"""What every credit rule shares: group advantages, and one `Credit` for each judgement. A rule adds one method.
 
 class MyCredit(GroupCredit):
     def credit(self, judgement, member, advantage): ...    # → draco.credit.redistribution.StepCredit
@@ -9,43 +9,33 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
-from draco.config.checks import number, one_of, switch
+from draco.config.options import NonNegative, checked
 from draco.core.types import Credit, Failure, Judgement
-from draco.credit.advantage import standardize
+from draco.credit.advantage import Std, standardize
 from draco.credit.redistribution import StepCredit
 from draco.stages import CreditStage
 
 __all__ = ["GroupCredit"]
 
 
+@checked("advantage")
 class GroupCredit(CreditStage):
-    """Standardises rewards within the group (Eq. 3), then asks the rule for every member.
+    """Standardises rewards within the group (Eq. 1), then asks the rule for the step credit of every member.
 
     Args:
-        std: `sample` or `population`.
-        normalize: divide by the std at all.
+        std: divisor of the std: G − 1 (`sample`) or G (`population`).
+        normalize: divide by the std; False subtracts the mean alone.
         epsilon: added to the std.
 
     Raises:
-        ConfigError: an option is none of these.
+        ConfigError: an option is out of its range.
     """
 
-    def __init__(
-        self,
-        *,
-        std: Literal["sample", "population"] = "sample",
-        normalize: bool = True,
-        epsilon: float = 1e-6,
-    ) -> None:
-        one_of("advantage.std", std, ("sample", "population"))
-        switch("advantage.normalize", normalize)
-        number("advantage.epsilon", epsilon, 0)
-        self.std: Literal["sample", "population"] = std
-        self.normalize, self.epsilon = normalize, epsilon
+    def __init__(self, *, std: Std = "sample", normalize: bool = True, epsilon: NonNegative = 1e-6) -> None:
+        self.std, self.normalize, self.epsilon = std, normalize, epsilon
 
     def assign(self, judged: Iterable[Judgement]) -> Iterator[Credit]:
         for judgement in judged:
@@ -55,12 +45,8 @@ class GroupCredit(CreditStage):
         """Credit of one group. A group of fewer than 2 has nothing to compare: it is skipped, as an empty credit."""
         if len(judgement.group.trajectories) < 2:
             return Credit(_emptied(judgement), (), (), (), ())
-        group = standardize(
-            torch.tensor(judgement.rewards, dtype=torch.float64),
-            std=self.std,
-            normalize=self.normalize,
-            epsilon=self.epsilon,
-        )
+        rewards = torch.tensor(judgement.rewards, dtype=torch.float64)
+        group = standardize(rewards, std=self.std, normalize=self.normalize, epsilon=self.epsilon)
         advantages = tuple(group.advantages.tolist())
         credits = [self.credit(judgement, i, a) for i, a in enumerate(advantages)]
         return Credit(
@@ -74,7 +60,7 @@ class GroupCredit(CreditStage):
 
     @abstractmethod
     def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:
-        """Per-token advantages of one member's steps.
+        """Step credit of one member.
 
         Args:
             judgement: the group's judgement.
@@ -84,11 +70,11 @@ class GroupCredit(CreditStage):
 
 
 def _emptied(judgement: Judgement) -> Judgement:
-    lone = [Failure(t.sample, "group", "alone in its group") for t in judgement.group.trajectories]
+    alone = [Failure(t.sample, "group", "alone in its group") for t in judgement.group.trajectories]
     return replace(
         judgement,
         group=replace(judgement.group, trajectories=()),
         verdicts=tuple(() for _ in judgement.criteria),
         rewards=(),
-        failures=(*judgement.failures, *lone),
+        failures=(*judgement.failures, *alone),
     )

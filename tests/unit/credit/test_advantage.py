@@ -1,4 +1,4 @@
-"""Rewards, dropout and group advantages (Eq. 1, 3): hand-computed values and every refusal."""
+"""Rewards (Eq. 3), dropout and group advantages (Eq. 1): hand-computed values and every refusal."""
 
 from __future__ import annotations
 
