@@ -23,7 +23,7 @@ from draco.env.base import Evaluator
 from draco.env.records import EvalRecord, evaluate_groups
 from draco.policy.attention import pack_attention
 from draco.policy.policy import Policy
-from draco.policy.sharding import ShardedStrategy, full, gathered, is_sharded, shard, whole_call
+from draco.policy.sharding import ShardedStrategy, call_with_head, full, gathered, is_sharded, shard
 from draco.policy.structure import check_head, output_head
 from draco.run.loader import TaskLoader
 from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
@@ -108,7 +108,7 @@ class GRPOModule(LightningModule):
             shard(model, mesh["data_parallel"], folder=self.policy.weights_folder, device=device)
         if ready:
             packed = self.update_options.packing == "auto"
-            self.packed = packed and whole_call(model, lambda: pack_attention(model))
+            self.packed = packed and call_with_head(model, lambda: pack_attention(model))
             self.policy.train()
 
     def setup(self, stage: str) -> None:

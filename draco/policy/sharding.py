@@ -1,12 +1,12 @@
-"""Sharded training (FSDP2): no rank ever holds the whole base model.
+"""Sharded training (FSDP2): no rank ever holds the full base model.
 
 A policy built with `sharded=True` has a base model without memory: its parameters are on the meta device, the adapter
-is real. `shard` cuts every decoder layer, and what is left, over the data-parallel ranks and reads each rank's rows,
-and only those, from the safetensors files. Then a layer is whole only while it computes.
+is real. `shard` splits every decoder layer, and the rest of the model, over the data-parallel ranks. Each rank reads
+only its own rows from the safetensors files. A layer is gathered only while it computes.
 
-Gradients: FSDP averages over ranks; `set_gradient_divide_factor(1)` makes it a sum, which is what the update wants (one
-global denominator divides later). Every forward and backward pass is a collective, so all ranks must run the same
-number of micro-batches: `shares` deals a rank's rows out evenly, and the update pads with empty ones.
+FSDP averages gradients over ranks. `set_gradient_divide_factor(1)` makes that a sum, because the update divides later,
+by one global denominator. Every forward and backward pass is a collective, so all ranks must run the same number of
+micro-batches: `draco.update.packing.balance` spreads a rank's rows over them, or the update adds empty ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draco.core.errors import ConfigError
 from draco.policy.structure import base_model
 
 __all__ = [
-    "ShardedStrategy", "full", "gathered", "is_sharded", "like", "on_meta", "phantoms", "shard", "whole_call",
+    "ShardedStrategy", "call_with_head", "full", "gathered", "is_sharded", "like", "on_meta", "phantoms", "shard",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ def on_meta() -> Iterator[None]:
 
 @contextmanager
 def phantoms(model: nn.Module) -> Iterator[None]:
-    """Meta parameters look like CPU tensors (of one element, repeated) in the body: PEFT gives them a real adapter,
-    with the random numbers of a real model."""
+    """In the body, meta parameters look like CPU tensors (one element, repeated). PEFT then makes a real adapter,
+    from the same random numbers as for a model with weights."""
     meta = dict(model.named_parameters())
     for name, parameter in meta.items():
         _set(model, name, nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape), False))
@@ -102,14 +102,14 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has been at work."""
+    """Whether `shard` has split this model."""
     return isinstance(base_model(model), FSDPModule)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, folder: Path | None, device: torch.device) -> None:
-    """Cut a PEFT model over the ranks of a mesh and read this rank's part of the weights.
+    """Split a PEFT model over the ranks of a mesh and read this rank's part of the weights.
 
-    Layers are units of their own; embedding, final norm and head are one more, gathered around `whole_call`.
+    Each decoder layer is an FSDP unit. Embedding, final norm and head are one more, which `call_with_head` gathers.
 
     Args:
         model: PEFT model whose base was built under `on_meta`.
@@ -121,12 +121,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, folder: Path | None, device: to
         ConfigError: files or tensors are missing or of another shape.
     """
     base = base_model(model)
-    dtypes = {p.dtype for p in base.parameters() if not p.requires_grad}
-    low = {d for d in dtypes if d.itemsize < 4}
-    policy = MixedPrecisionPolicy(param_dtype=min(low, key=str), reduce_dtype=torch.float32) if low else None
+    low = {p.dtype for p in base.parameters() if not p.requires_grad and p.dtype.itemsize < 4}
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
-    if policy is not None:
-        options["mp_policy"] = policy
+    if low:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=min(low, key=str), reduce_dtype=torch.float32)
     for layer in _layers(base):
         fully_shard(layer, **options)
     base.draco_call = _call
@@ -155,17 +153,17 @@ def _layers(base: nn.Module) -> Sequence[nn.Module]:
     return list(chosen[0])
 
 
-def whole_call(model: nn.Module, work: Callable[[], T]) -> T:
-    """Run `work` with embedding, norm and head of a sharded model whole; of any other model just run it."""
+def call_with_head(model: nn.Module, work: Callable[[], T]) -> T:
+    """Run `work` while embedding, final norm and head of a sharded model are gathered; other models just run it."""
     base = base_model(model)
     return cast(T, cast(Any, base).draco_call(work)) if isinstance(base, FSDPModule) else work()
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """The whole model on every rank while the body runs, where ranks may make unlike numbers of forward passes.
+    """Gather the model on every rank while the body runs, so that ranks may make different numbers of forward passes.
 
-    Every rank must enter it. Only for models that one device can hold.
+    Every rank must enter it. Only for models that fit on one device.
     """
     if not is_sharded(model):
         yield
@@ -223,7 +221,7 @@ class _Weights:
 def _load(base: nn.Module, weights: _Weights, device: torch.device) -> None:
     """Give every meta shard its rows."""
     state: dict[str, nn.Parameter] = {}
-    read: dict[int, nn.Parameter] = {}  # tied ones once
+    read: dict[int, nn.Parameter] = {}  # tied weights are read once
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if id(parameter) in read:
             state[name] = read[id(parameter)]
@@ -255,18 +253,18 @@ def _move_buffers(base: nn.Module, device: torch.device) -> None:
             module._buffers[key] = buffer.to(device)
 
 
-# --- shards and whole tensors -----------------------------------------------------------------------------------------
+# --- shards and full tensors ------------------------------------------------------------------------------------------
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on the CPU; a collective. Any other tensor as it is."""
+    """A sharded tensor gathered on the CPU (a collective); any other tensor as it is."""
     return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def like(whole: Tensor, target: Tensor) -> Tensor:
-    """`whole` cut and placed as `target` is."""
+def like(tensor: Tensor, target: Tensor) -> Tensor:
+    """`tensor` sharded and placed as `target` is."""
     if not isinstance(target, DTensor):
-        return whole.to(target.device)
+        return tensor.to(target.device)
     device = target.to_local().device
-    return distribute_tensor(whole.to(device), target.device_mesh, target.placements, src_data_rank=None)
+    return distribute_tensor(tensor.to(device), target.device_mesh, target.placements, src_data_rank=None)

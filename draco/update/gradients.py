@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches: what `GRPOModule.update` repeats until a batch is consumed.
+"""Forward and backward passes of micro-batches: what `GRPOModule.update` repeats until a batch is consumed.
 
 Everything is accumulated as sums over step tokens; nothing here divides.
 """
@@ -16,25 +16,25 @@ from torch import Tensor
 from draco.core.distributed import gather
 from draco.policy.attention import packed_inputs
 from draco.policy.policy import Policy
-from draco.policy.sharding import is_sharded, whole_call
+from draco.policy.sharding import call_with_head, is_sharded
 from draco.policy.structure import hidden_states, output_head
 from draco.update.logprobs import step_logprobs
 from draco.update.loss import engine_mismatch, token_loss_sum, truncated_importance_weights
 from draco.update.options import LossOptions
-from draco.update.packing import MicroBatch, Row, collate, plan, shares
+from draco.update.packing import MicroBatch, Row, balance, collate, micro_batches
 
 __all__ = ["Totals", "Worker"]
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums and maxima over step tokens; of a micro-batch, a share, a batch or all ranks."""
+    """Sums and maxima over the step tokens of a micro-batch, a share of a batch, a batch or all ranks."""
 
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: Totals) -> None:
-        """Take in another part."""
+        """Add those of another part."""
         for name, value in other.sums.items():
             self.sums[name] += value
         for name, value in other.maxima.items():
@@ -73,9 +73,9 @@ class Worker:
 
         Args:
             rows: of any number of groups.
-            micros: the same rows in micro-batches of the caller's; None plans them.
+            micros: the same rows, split into micro-batches by the caller; None: split here.
         """
-        micros = list(self._micro_batches(rows)) if micros is None else micros
+        micros = list(self._split(rows)) if micros is None else micros
         started, totals = time.perf_counter(), Totals()
         batches = [collate(micro, self.policy.device, packed=self.packed) if micro else None for micro in micros]
         references = self._references(batches)
@@ -85,20 +85,20 @@ class Worker:
         self.busy += time.perf_counter() - started
         return totals
 
-    def _micro_batches(self, rows: Sequence[Row]) -> Iterable[tuple[Row, ...]]:
-        """The plan; of a sharded policy, whose passes are collectives, as long on every rank (some may be empty)."""
-        micros = plan(rows, self.max_tokens, packed=self.packed)
+    def _split(self, rows: Sequence[Row]) -> Iterable[tuple[Row, ...]]:
+        """Micro-batches. The passes of a sharded policy are collectives: there every rank gets equally many, some of
+        them empty."""
+        own = list(micro_batches(rows, self.max_tokens, packed=self.packed))
         if not is_sharded(self.policy.model):
-            return micros
-        own = list(micros)
+            return own
         count = max(gather(len(own)))
-        return shares(rows, own, count, self.max_tokens) if self.packed else own + [()] * (count - len(own))
+        return balance(rows, own, count, self.max_tokens) if self.packed else own + [()] * (count - len(own))
 
     def _references(self, batches: Sequence[MicroBatch | None]) -> list[Tensor | None]:
-        """Reference log-probs of each, [N]; None where the loss has no KL.
+        """Reference log-probs of each micro-batch, [N]; None where the loss has no KL.
 
-        Before the policy's own passes, while no graph is held; for all in one go, since PEFT walks over the whole model
-        at every turn of its switch.
+        They are computed before the policy's own passes, while no graph is held, and for all micro-batches at once,
+        because PEFT walks over the whole model each time its adapter is switched.
         """
         if not self.loss.kl_coef or not batches:
             return [None] * len(batches)
@@ -106,7 +106,7 @@ class Worker:
             return [self.logprobs(batch or self._filler(), with_entropy=False)[0] for batch in batches]
 
     def _empty(self) -> Totals:
-        """Take part in the collectives of a micro-batch without a row in it."""
+        """Take part in the collectives of a micro-batch although this rank has no row for it."""
         self.backward(0.0 * self.logprobs(self._filler(), with_entropy=False)[0].sum())
         return Totals()
 
@@ -117,11 +117,10 @@ class Worker:
         return MicroBatch(ids, (2,) if self.packed else None, one, one, nothing, None, nothing, None, 0)
 
     def remember(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with their log-probs under the current weights: before the first of several updates, which changes
-        the weights under the later shares."""
+        """The rows with their log-probs under the current weights. Call it before the first of several updates."""
         started = time.perf_counter()
         found: dict[int, Tensor] = {}
-        for micro in self._micro_batches(rows):
+        for micro in self._split(rows):
             if not micro:
                 with torch.no_grad():
                     self.logprobs(self._filler(), with_entropy=False)
@@ -136,7 +135,7 @@ class Worker:
 
     def logprobs(self, batch: MicroBatch, *, with_entropy: bool = True) -> tuple[Tensor, Tensor]:
         """log π of the step tokens [N] at the sampling temperature, and their entropy."""
-        return whole_call(self.policy.model, lambda: self._logprobs(batch, with_entropy))
+        return call_with_head(self.policy.model, lambda: self._logprobs(batch, with_entropy))
 
     def _logprobs(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor]:
         model = self.policy.model
@@ -151,24 +150,20 @@ class Worker:
         options, started = self.loss, time.perf_counter()
         logprobs, entropy = self.logprobs(batch)
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        cap = options.tis_cap
         loss = token_loss_sum(
             logprobs,
             batch.advantages,
+            options,
             old_logprobs=old,
             ref_logprobs=reference,
-            weights=truncated_importance_weights(old, batch.engine_logprobs, options.tis_cap)
-            if options.tis_cap
-            else None,
+            weights=truncated_importance_weights(old, batch.engine_logprobs, cap) if cap else None,
             token_weights=batch.weights,
-            kl_coef=options.kl_coef,
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-            dual_clip=options.dual_clip,
         )
         forwarded = time.perf_counter()
         self.backward(loss.loss)
         mismatch = engine_mismatch(old, batch.engine_logprobs)
-        # Where the weights have moved since the engine sampled, a difference of log-probs says nothing against it.
+        # Where the weights have changed since the engine sampled, a difference of log-probs is no fault of the engine.
         kind = "mismatch" if all(row.trajectory.policy_version == self.version for row in rows) else "stale"
         values = {
             "loss": loss.loss.detach(),
@@ -179,15 +174,15 @@ class Worker:
             f"{kind}_abs": mismatch["abs"],
             f"{kind}_k3": mismatch["k3"],
         }
-        if options.tis_cap:
-            values["tis_capped"] = (old - batch.engine_logprobs > torch.tensor(options.tis_cap).log()).sum()
+        if cap:
+            values["tis_capped"] = (old - batch.engine_logprobs > torch.tensor(cap).log()).sum()
         totals = Totals()
         totals.sums.update({name: float(value) for name, value in values.items()})
         totals.maxima = {"ratio_max": float(loss.ratio_max), f"{kind}_ratio_max": float(mismatch["ratio_max"])}
         ended = time.perf_counter()
         totals.sums.update(
             {
-                "tokens": loss.tokens,
+                "tokens": logprobs.numel(),
                 "trajectories": len(rows),
                 "model_tokens": batch.tokens,
                 "computed_tokens": batch.input_ids.numel(),

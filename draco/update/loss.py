@@ -1,4 +1,4 @@
-"""The GRPO token loss: clipped and dual-clipped surrogate, k3 KL, truncated importance weights (method §6, Table 10).
+"""The GRPO token loss: clipped and dual-clipped surrogate, k3 KL, truncated importance weights (Eq. 2, Table 10).
 
 Everything is per token and *summed*: the caller divides once, before clipping gradients, by the batch's global number
 of step tokens, so that gradients do not depend on the split into micro-batches or ranks. Shapes: N step tokens.
@@ -6,59 +6,93 @@ of step tokens, so that gradients do not depend on the split into micro-batches 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LossSums", "engine_mismatch", "kl_k3", "surrogate", "token_loss_sum", "truncated_importance_weights"]
+from draco.update.options import LossOptions
+
+__all__ = ["LossSums", "engine_mismatch", "kl_k3", "token_loss_sum", "truncated_importance_weights"]
 
 #: Log-ratios are held within ± this before exp: e^20 is far outside every clip, and inf · 0 would be NaN.
 MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class LossSums:
+class LossSums(NamedTuple):
     """Summed loss and detached sums of one micro-batch; 0-dim tensors, so that no device synchronisation happens."""
 
     loss: Tensor  #: Σ (policy loss + kl_coef · KL), with gradient; divide by the batch's token count
-    policy: Tensor  #: Σ surrogate loss, weighted as in `loss`
     kl: Tensor  #: Σ k3, nats, unweighted; 0 without reference
     clipped: Tensor  #: tokens where the clip bounds hold the ratio and stop the gradient (dual clip not included)
     dual_clipped: Tensor  #: tokens where the dual clip bounds the loss
     ratio_max: Tensor  #: largest π/π_old (or 0 without tokens): combine by maximum, the others by sum
-    tokens: int  #: N
 
 
-def surrogate(
+def token_loss_sum(
     logprobs: Tensor,
-    old_logprobs: Tensor,
     advantages: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> Tensor:
+    options: LossOptions,
+    *,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+) -> LossSums:
+    """Σ over tokens of token_weight · (weight · surrogate + kl_coef · k3): the caller divides once, over all ranks.
+
+    Args:
+        logprobs: [N] current log π of the step tokens, with gradient; N = 0 gives a zero loss that has a gradient.
+        advantages: [N] a_j of each token's step.
+        options: clips and the coefficient of the KL term; 0 still measures KL when `ref_logprobs` is given.
+        old_logprobs: [N] log π at sampling time; None: the detached current ones (one update a batch, r ≡ 1).
+        ref_logprobs: [N] log π of the reference policy; None: no KL term.
+        weights: [N] factor on the surrogate, such as truncated importance weights; None: 1.
+        token_weights: [N] factor on the whole token loss, such as 1/n of its trajectory; None: 1.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    old = logprobs if old_logprobs is None else old_logprobs
+    _check(logprobs, old_logprobs=old, advantages=advantages)
+    policy, ratio, clipped, dual = _surrogate(logprobs, old, advantages, options)
+    if weights is not None:
+        _check(logprobs, weights=weights)
+        policy = policy * weights.detach()
+    kl = torch.zeros_like(policy) if ref_logprobs is None else kl_k3(logprobs, ref_logprobs)
+    if token_weights is None:
+        loss, kl_term = policy.sum(), kl.sum()
+    else:
+        _check(logprobs, token_weights=token_weights)
+        loss, kl_term = policy @ token_weights, kl @ token_weights
+    if ref_logprobs is not None and options.kl_coef:
+        loss = loss + options.kl_coef * kl_term
+    return LossSums(loss, kl.detach().sum(), clipped.sum(), dual.sum(), _max(ratio.detach()))
+
+
+def _surrogate(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """PPO's clipped surrogate as a loss, with a dual clip for negative advantages.
 
     With r = exp(logp − logp_old): L = max(−A r, −A clip(r, 1 − low, 1 + high)), and for A < 0 additionally
     L = min(L, −A c): a token that became much likelier although it is bad does not dominate the batch.
 
-    Args:
-        logprobs: [N] current log π of the sampled tokens, with gradient.
-        old_logprobs: [N] log π at sampling time; detached here. Equal values give r = 1 and the gradient −A.
-        advantages: [N] a_j of each token's step.
-        clip_low: lower clip distance, in [0, 1).
-        clip_high: upper clip distance, ≥ 0.
-        dual_clip: c > 1; None turns it off.
-
     Returns:
-        [N] loss.
-
-    Raises:
-        ValueError: shapes that differ, or a clip out of its range.
+        Loss, ratio, clipped and dual-clipped masks, each [N].
     """
-    loss, _, _, _ = _surrogate(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip)
-    return loss
+    a = advantages.detach().to(logprobs.dtype)
+    ratio = _ratio(logprobs, old_logprobs)
+    plain = -a * ratio
+    held = -a * ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    loss = torch.maximum(plain, held)
+    clipped = held > plain
+    dual = torch.zeros_like(clipped)
+    if options.dual_clip is not None:
+        bound = -a * options.dual_clip
+        dual = (a < 0) & (loss > bound)
+        loss = torch.where(dual, bound, loss)
+    return loss, ratio, clipped, dual
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -85,11 +119,9 @@ def truncated_importance_weights(trainer_logprobs: Tensor, engine_logprobs: Tens
         cap: upper bound, > 0.
 
     Raises:
-        ValueError: shapes that differ, or cap ≤ 0.
+        ValueError: shapes that differ.
     """
     _check(trainer_logprobs, engine_logprobs=engine_logprobs)
-    if not cap > 0:
-        raise ValueError(f"expected cap > 0, got {cap}")
     return _ratio(trainer_logprobs.detach(), engine_logprobs).clamp(max=cap)
 
 
@@ -110,83 +142,6 @@ def engine_mismatch(trainer_logprobs: Tensor, engine_logprobs: Tensor) -> dict[s
         "k3": kl_k3(engine, trainer).sum(),  # the tokens were sampled by the engine
         "ratio_max": _max(_ratio(trainer, engine)),
     }
-
-
-def token_loss_sum(
-    logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    kl_coef: float = 0.01,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = 3.0,
-) -> LossSums:
-    """Σ over tokens of token_weight · (weight · surrogate + kl_coef · k3): the caller divides once, over all ranks.
-
-    Args:
-        logprobs: [N] current log π of the step tokens, with gradient; N = 0 gives a zero loss that has a gradient.
-        advantages: [N] a_j of each token's step.
-        old_logprobs: [N]; None: the detached current ones (one update a batch, r ≡ 1).
-        ref_logprobs: [N] adapter-off log π; None: no KL term.
-        weights: [N] factor on the surrogate, such as truncated importance weights; None: 1.
-        token_weights: [N] factor on the whole token loss, such as 1/n of its trajectory; None: 1.
-        kl_coef: coefficient of the KL term; 0 still measures it when `ref_logprobs` is given.
-
-    Raises:
-        ValueError: shapes that differ, or a clip out of its range.
-    """
-    old = logprobs if old_logprobs is None else old_logprobs
-    policy, ratio, clipped, dual = _surrogate(logprobs, old, advantages, clip_low, clip_high, dual_clip)
-    if weights is not None:
-        _check(logprobs, weights=weights)
-        policy = policy * weights.detach()
-    kl = torch.zeros_like(policy) if ref_logprobs is None else kl_k3(logprobs, ref_logprobs)
-    if token_weights is None:
-        policy_sum, kl_term = policy.sum(), kl.sum()
-    else:
-        _check(logprobs, token_weights=token_weights)
-        policy_sum, kl_term = policy @ token_weights, kl @ token_weights
-    return LossSums(
-        loss=policy_sum + kl_coef * kl_term if ref_logprobs is not None and kl_coef else policy_sum,
-        policy=policy_sum.detach(),
-        kl=kl.detach().sum(),
-        clipped=clipped.sum(),
-        dual_clipped=dual.sum(),
-        ratio_max=_max(ratio.detach()),
-        tokens=logprobs.numel(),
-    )
-
-
-def _surrogate(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, ratio, clipped and dual-clipped masks, each [N]."""
-    _check(logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    if not 0 <= clip_low < 1 or not clip_high >= 0:
-        raise ValueError(f"expected 0 <= clip_low < 1 and clip_high >= 0, got {clip_low} and {clip_high}")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"expected dual_clip > 1 or None, got {dual_clip}")
-    a = advantages.detach().to(logprobs.dtype)
-    ratio = _ratio(logprobs, old_logprobs)
-    plain = -a * ratio
-    held = -a * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, held)
-    clipped = held > plain
-    dual = torch.zeros_like(clipped)
-    if dual_clip is not None:
-        bound = -a * dual_clip
-        dual = (a < 0) & (loss > bound)
-        loss = torch.where(dual, bound, loss)
-    return loss, ratio, clipped, dual
 
 
 def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""Credits → rows of tokens for the update, without padding.
+"""Credits become micro-batches of token rows, with little or no padding.
 
-A row is one trajectory up to its last step token. Where the model mixes tokens by attention alone, rows are packed
-behind one another up to a token budget, and `attention.py` keeps them apart: no pad token is ever computed. Other
-models (hybrids with linear attention or convolutions) take one trajectory a row; rows of like length stand together,
-right-padded: with causal layers a pad that follows can change nothing before it, so no mask is needed.
+A row is one trajectory up to its last step token. Where the model mixes tokens by attention alone, rows are packed:
+they follow one another up to a token budget, and `draco.policy.attention` keeps them apart, so no pad token is
+computed. Other models (hybrids with linear attention or convolutions) take one trajectory a row. Rows of similar
+length then share a micro-batch and are padded on the right: in causal layers a pad cannot change what stands before
+it, so no mask is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch import Tensor
 from draco.core.types import Credit, Trajectory
 from draco.update.options import LossOptions
 
-__all__ = ["MicroBatch", "Row", "collate", "plan", "rows_of", "shares"]
+__all__ = ["MicroBatch", "Row", "balance", "collate", "micro_batches", "rows_of"]
 
-#: Rows of unlike length are not padded to one another beyond this share of a micro-batch.
+#: Largest share of pad tokens in a micro-batch of rows of different length.
 MAX_PADDING = 0.02
 
 
@@ -58,20 +59,20 @@ class MicroBatch:
     tokens: int  #: Σ of row lengths, padding excluded
 
 
-def rows_of(credit: Credit, loss: LossOptions | None = None) -> tuple[Row, ...]:
+def rows_of(credit: Credit, loss: LossOptions) -> list[Row]:
     """Rows of one group: the members of the judgement that have step tokens."""
     pairs = zip(credit.judgement.group.trajectories, credit.step_advantages, strict=True)
-    rows = (Row(t, a) for t, a in pairs if t.steps)
-    if loss is None or loss.aggregation == "token_mean":
-        return tuple(rows)
-    return tuple(Row(r.trajectory, r.step_advantages, loss.token_weight(r.step_tokens)) for r in rows)
+    rows = [Row(t, a) for t, a in pairs if t.steps]
+    if loss.aggregation == "token_mean":
+        return rows
+    return [replace(r, weight=loss.token_weight(r.step_tokens)) for r in rows]
 
 
-def plan(rows: Sequence[Row], max_tokens: int, *, packed: bool = False) -> Iterator[tuple[Row, ...]]:
+def micro_batches(rows: Sequence[Row], max_tokens: int, *, packed: bool = False) -> Iterator[tuple[Row, ...]]:
     """Split rows into micro-batches of at most `max_tokens` computed tokens (a longer row stands alone).
 
-    The plan is a function of the rows in the order given. Packed rows keep that order; others stand with rows of like
-    length, ties in the order given, and a micro-batch ends where its padding would pass `MAX_PADDING`.
+    The split depends on nothing but the rows and their order. Packed rows keep that order. Others are sorted by length
+    (equal lengths keep their order), and a micro-batch ends where its padding would exceed `MAX_PADDING`.
     """
     batch: list[Row] = []
     tokens = 0
@@ -90,7 +91,7 @@ def plan(rows: Sequence[Row], max_tokens: int, *, packed: bool = False) -> Itera
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) -> MicroBatch:
-    """Tensors of some rows."""
+    """The tensors of one micro-batch."""
     lengths = [row.length for row in rows]
     width = sum(lengths) if packed else max(lengths)
     input_ids = torch.zeros(1 if packed else len(rows), width, dtype=torch.int64)
@@ -128,14 +129,14 @@ def collate(rows: Sequence[Row], device: torch.device, *, packed: bool = False) 
     )
 
 
-def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, limit: int) -> list[tuple[Row, ...]]:
-    """A rank's rows as `count` micro-batches of like size; some may be empty.
+def balance(rows: Sequence[Row], own: Sequence[tuple[Row, ...]], count: int, limit: int) -> list[tuple[Row, ...]]:
+    """A rank's rows as `count` micro-batches of similar size; some may be empty.
 
-    All ranks run the k-th micro-batch at the same time and the slowest decides, so the larger come first everywhere.
+    All ranks run their k-th micro-batch at the same time, so the slowest rank sets the pace: largest first everywhere.
 
     Args:
         rows: packed rows of this rank.
-        micros: its own plan, which stands where an even split would break the limit.
+        own: its own micro-batches, which are kept where an even split would exceed the limit.
         count: the largest number of micro-batches of any rank.
         limit: tokens of a micro-batch of several rows.
     """
@@ -146,5 +147,5 @@ def shares(rows: Sequence[Row], micros: Sequence[tuple[Row, ...]], count: int, l
         bins[lightest].append(row)
         sizes[lightest] += row.length
     if any(len(b) > 1 and s > limit for b, s in zip(bins, sizes, strict=True)):
-        bins = [list(m) for m in micros] + [[] for _ in range(count - len(micros))]
+        bins = [list(m) for m in own] + [[] for _ in range(count - len(own))]
     return [tuple(b) for b in sorted(bins, key=lambda b: -sum(r.length for r in b))]

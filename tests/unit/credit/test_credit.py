@@ -20,7 +20,6 @@ from draco.credit.redistribution import Reason, StepCredit, redistribute, unifor
 Citations = list[tuple[int, list[int]]]
 
 
-
 def totals(credit: StepCredit, tokens: list[int]) -> list[float]:
     """n_j · a_j of every step."""
     return [n * a for n, a in zip(tokens, credit.per_token, strict=True)]

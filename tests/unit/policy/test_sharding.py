@@ -15,7 +15,7 @@ from draco.core.errors import ConfigError
 from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy
 from draco.policy.sharding import _Weights, full, is_sharded, like
-from draco.update.packing import Row, plan, shares
+from draco.update.packing import Row, balance, micro_batches
 
 
 def test_a_policy_without_weights_has_the_adapter_of_a_whole_one() -> None:
@@ -56,14 +56,14 @@ def test_shares_are_even_complete_and_within_the_limit(chat: ChatFormat) -> None
     for n in lengths:
         (*_, last) = one.steps
         rows.append(Row(replace(one, steps=(replace(last, span=(0, n)),)), (0.0,)))
-    own = list(plan(rows, 400, packed=True))
-    split = shares(rows, own, 3, 400)
+    own = list(micro_batches(rows, 400, packed=True))
+    split = balance(rows, own, 3, 400)
     assert sorted(r.length for b in split for r in b) == sorted(lengths)
     assert [sum(r.length for r in b) for b in split] == [310, 300, 290]
-    longer = shares(rows, own, 8, 400)
+    longer = balance(rows, own, 8, 400)
     assert len(longer) == 8
     assert longer[-1] == ()  # pads
-    tight = shares(rows, own, len(own), 305)  # an even split would not respect the limit: the own plan stands
+    tight = balance(rows, own, len(own), 305)  # an even split would not respect the limit: the own plan stands
     assert {tuple(r.length for r in b) for b in tight} == {tuple(r.length for r in b) for b in own}
 
 

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draco.update.loss import engine_mismatch, kl_k3, surrogate, token_loss_sum, truncated_importance_weights
+from draco.update.loss import engine_mismatch, kl_k3, token_loss_sum, truncated_importance_weights
+from draco.update.options import LossOptions
+
+OPTIONS = LossOptions()
 
 
 def logs(*ratios: float) -> Tensor:
@@ -21,10 +24,10 @@ def logs(*ratios: float) -> Tensor:
 def loss_and_gradient(ratio: float, advantage: float, **options: float | None) -> tuple[float, float]:
     """Surrogate loss of one token and its derivative by log π."""
     logprobs = logs(ratio)
-    loss = surrogate(
-        logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64), **options
-    )
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    old = torch.zeros(1, dtype=torch.float64)
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    loss = token_loss_sum(logprobs, advantages, LossOptions(**options), old_logprobs=old).loss  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(loss, logprobs)
     return float(loss.detach()), float(gradient)
 
 
@@ -67,12 +70,16 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only(ratio: float, adv
 
 
 def test_extreme_ratios_stay_finite() -> None:
-    logprobs = torch.tensor([0.0, 0.0, -500.0], requires_grad=True)
-    old = torch.tensor([-500.0, -500.0, 0.0])
-    loss = surrogate(logprobs, old, torch.tensor([0.0, 1.0, 1.0]))
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert loss.tolist() == pytest.approx([0.0, -1.2, 0.0], abs=1e-6)
-    assert gradient.tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
+    for logprob, old, advantage, expected in (
+        (0.0, -500.0, 0.0, 0.0),
+        (0.0, -500.0, 1.0, -1.2),
+        (-500.0, 0.0, 1.0, 0.0),
+    ):
+        logprobs = torch.tensor([logprob], requires_grad=True)
+        loss = token_loss_sum(logprobs, torch.tensor([advantage]), OPTIONS, old_logprobs=torch.tensor([old])).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert float(loss.detach()) == pytest.approx(expected, abs=1e-6)
+        assert float(gradient) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_k3_by_hand() -> None:
@@ -120,13 +127,11 @@ def test_loss_sum_on_policy() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.5, -0.75, 0.0], dtype=torch.float64)
     ref = torch.tensor([-1.0, -2.0, -0.5 - math.log(2)], dtype=torch.float64)
-    sums = token_loss_sum(logprobs, advantages, ref_logprobs=ref, kl_coef=0.1)
+    sums = token_loss_sum(logprobs, advantages, LossOptions(kl_coef=0.1), ref_logprobs=ref)
     k3 = math.log(2) - 0.5
     assert float(sums.loss.detach()) == pytest.approx(-0.75 + 0.1 * k3, rel=1e-12)
-    assert float(sums.policy) == pytest.approx(-0.75, rel=1e-12)
     assert float(sums.kl) == pytest.approx(k3, rel=1e-12)
-    assert (int(sums.clipped), int(sums.dual_clipped), float(sums.ratio_max), sums.tokens) == (0, 0, 1.0, 3)
-    assert not sums.policy.requires_grad
+    assert (int(sums.clipped), int(sums.dual_clipped), float(sums.ratio_max)) == (0, 0, 1.0)
     assert not sums.kl.requires_grad
     assert not sums.ratio_max.requires_grad
     (gradient,) = torch.autograd.grad(sums.loss, logprobs)
@@ -135,7 +140,8 @@ def test_loss_sum_on_policy() -> None:
 
 def test_loss_sum_counts_clips() -> None:
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    sums = token_loss_sum(logs(1.5, 1.0, 0.5, 4.0), advantages, old_logprobs=torch.zeros(4, dtype=torch.float64))
+    old = torch.zeros(4, dtype=torch.float64)
+    sums = token_loss_sum(logs(1.5, 1.0, 0.5, 4.0), advantages, OPTIONS, old_logprobs=old)
     assert (int(sums.clipped), int(sums.dual_clipped)) == (2, 1)
     assert float(sums.ratio_max) == pytest.approx(4.0)
     assert float(sums.loss.detach()) == pytest.approx(-1.2 - 1.0 + 0.8 + 3.0)
@@ -147,9 +153,9 @@ def test_loss_sum_weights_scale_the_policy_term_only() -> None:
     sums = token_loss_sum(
         logprobs,
         torch.ones(2, dtype=torch.float64),
+        LossOptions(kl_coef=1.0),
         ref_logprobs=ref,
         weights=torch.tensor([0.5, 2.0], dtype=torch.float64),
-        kl_coef=1.0,
     )
     assert float(sums.loss.detach()) == pytest.approx(-2.5 + math.log(2) - 0.5)
 
@@ -161,7 +167,9 @@ def test_sums_add_up_over_any_split() -> None:
 
     def total(*cuts: int) -> float:
         parts = [t.tensor_split(cuts) for t in (logprobs, advantages, old, ref)]
-        sums = [token_loss_sum(a, b, old_logprobs=c, ref_logprobs=d) for a, b, c, d in zip(*parts, strict=True)]
+        sums = [
+            token_loss_sum(a, b, OPTIONS, old_logprobs=c, ref_logprobs=d) for a, b, c, d in zip(*parts, strict=True)
+        ]
         return sum(float(s.loss) for s in sums)
 
     assert total() == pytest.approx(total(1, 9), rel=1e-12)
@@ -170,24 +178,24 @@ def test_sums_add_up_over_any_split() -> None:
 
 def test_an_empty_micro_batch_has_a_gradient_of_zero() -> None:
     parameter = torch.ones(3, requires_grad=True)
-    sums = token_loss_sum((parameter * 2)[:0], torch.zeros(0))
+    sums = token_loss_sum((parameter * 2)[:0], torch.zeros(0), OPTIONS)
     sums.loss.backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [0.0] * 3
-    assert (float(sums.ratio_max), sums.tokens) == (0.0, 0)
+    assert float(sums.ratio_max) == 0.0
 
 
 def test_bad_input_is_refused() -> None:
     one, two = torch.zeros(1), torch.zeros(2)
     with pytest.raises(ValueError, match=r"old_logprobs as \[1\]"):
-        surrogate(one, two, one)
+        token_loss_sum(one, one, OPTIONS, old_logprobs=two)
+    with pytest.raises(ValueError, match=r"advantages as \[1\]"):
+        token_loss_sum(one, two, OPTIONS)
     with pytest.raises(ValueError, match=r"logprobs as \[N\]"):
-        surrogate(torch.zeros(1, 1), one, one)
+        token_loss_sum(torch.zeros(1, 1), one, OPTIONS)
     with pytest.raises(ValueError, match=r"weights as \[1\]"):
-        token_loss_sum(one, one, weights=two)
-    with pytest.raises(ValueError, match="dual_clip > 1"):
-        surrogate(one, one, one, dual_clip=0.5)
-    with pytest.raises(ValueError, match="clip_low < 1"):
-        surrogate(one, one, one, clip_low=1.5)
-    with pytest.raises(ValueError, match="cap > 0"):
-        truncated_importance_weights(one, one, cap=0.0)
+        token_loss_sum(one, one, OPTIONS, weights=two)
+    with pytest.raises(ValueError, match=r"token_weights as \[1\]"):
+        token_loss_sum(one, one, OPTIONS, token_weights=two)
+    with pytest.raises(ValueError, match=r"ref_logprobs as \[1\]"):
+        token_loss_sum(one, one, OPTIONS, ref_logprobs=two)

@@ -23,7 +23,7 @@ from draco.policy.attention import leaks_across_rows, pack_attention, packed_inp
 from draco.policy.policy import Policy
 from draco.policy.structure import hidden_states
 from draco.update.options import LossOptions
-from draco.update.packing import MAX_PADDING, Row, collate, plan, rows_of
+from draco.update.packing import MAX_PADDING, Row, collate, micro_batches, rows_of
 
 LENGTHS = (13, 5, 21, 1)
 
@@ -147,7 +147,8 @@ def credit_of(policy: Policy, turns: list[list[str]]) -> Credit:
 
 @pytest.fixture
 def rows(policy: Policy) -> tuple[Row, ...]:
-    return rows_of(credit_of(policy, [[], ["<code>a</code>"], ["<code>bcd</code>", "<code>e</code>"]]))
+    credit = credit_of(policy, [[], ["<code>a</code>"], ["<code>bcd</code>", "<code>e</code>"]])
+    return tuple(rows_of(credit, LossOptions()))
 
 
 def test_both_layouts_hold_the_same_tokens(rows: tuple[Row, ...]) -> None:
@@ -180,13 +181,13 @@ class Fake:
 
 def test_plans_hold_their_budget() -> None:
     rows: list[Any] = [Fake(n) for n in (50, 30, 100, 20, 99, 98, 70)]
-    packed = [[r.length for r in b] for b in plan(rows, 120, packed=True)]
+    packed = [[r.length for r in b] for b in micro_batches(rows, 120, packed=True)]
     assert packed == [[50, 30], [100, 20], [99], [98], [70]]
-    unpacked = [[r.length for r in b] for b in plan(rows, 300)]
+    unpacked = [[r.length for r in b] for b in micro_batches(rows, 300)]
     assert unpacked == [[100, 99, 98], [70], [50], [30], [20]]
-    assert [len(b) for b in plan([Fake(64)] * 5, 200)] == [3, 2]  # type: ignore[list-item]
-    assert [[r.length for r in b] for b in plan([Fake(500)], 100)] == [[500]]  # type: ignore[list-item]
-    for batch in plan([Fake(n) for n in range(900, 1000)], 10**6):  # type: ignore[arg-type]
+    assert [len(b) for b in micro_batches([Fake(64)] * 5, 200)] == [3, 2]  # type: ignore[list-item]
+    assert [[r.length for r in b] for b in micro_batches([Fake(500)], 100)] == [[500]]  # type: ignore[list-item]
+    for batch in micro_batches([Fake(n) for n in range(900, 1000)], 10**6):  # type: ignore[arg-type]
         computed = len(batch) * max(r.length for r in batch)
         assert computed - sum(r.length for r in batch) <= MAX_PADDING * computed
 

@@ -272,10 +272,12 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
         ({"aggregation": "mean"}, "loss.aggregation is 'mean'; expected token_mean, sequence_mean or constant_length"),
         ({"aggregation": "constant_length"}, "loss.constant_length is null; expected an integer ≥ 1"),
         ({"tis_cap": 0.0}, "loss.tis_cap is 0.0"),
-        ({"clip_low": 1.0}, "loss.clip_low is 1.0; expected a number below 1"),
+        ({"clip_low": 1.0}, "loss.clip_low is 1.0; expected a number ≥ 0 and < 1"),
         ({"kl_coef": -1.0}, "loss.kl_coef is -1.0; expected a number ≥ 0"),
         ({"kl_coef": "abc"}, "loss.kl_coef is 'abc'"),
+        ({"clip_low": 1.5}, "loss.clip_low is 1.5; expected a number ≥ 0 and < 1"),
         ({"dual_clip": 1.0}, "loss.dual_clip is 1.0; expected a number > 1, or null"),
+        ({"dual_clip": 0.5}, "loss.dual_clip is 0.5; expected a number > 1, or null"),
     ):
         with pytest.raises(ConfigError, match=message):
             LossOptions(**options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch import Tensor
 from draco.core.errors import EngineError
 from draco.core.types import Message
 from draco.policy.policy import Policy
-from draco.policy.sharding import whole_call
+from draco.policy.sharding import call_with_head
 from draco.rollout.engines.vllm.adapters import Adapter
 from draco.rollout.engines.vllm.client import Completion
 
@@ -77,7 +77,7 @@ class AdapterCheck:
         row = torch.tensor([[*self.prompt, *sampled]], device=self.policy.device)
         model = self.policy.model
         with self.policy.sampling():
-            logits = whole_call(model, lambda: model(input_ids=row, use_cache=False).logits)[0, :-1].float()
+            logits = call_with_head(model, lambda: model(input_ids=row, use_cache=False).logits)[0, :-1].float()
         target = row[0, 1:, None]
         found = {t: (logits / t).log_softmax(-1).gather(1, target).squeeze(1).cpu() for t in {1.0, self._scale}}
         self._known = found[1.0][: len(self.prompt) - 1]
