@@ -162,71 +162,27 @@ def api_config(given: dict[str, Any]) -> DictConfig:
 
 
 def _api(given: dict[str, Any], n: int) -> tuple[Any, Path]:
-    from contextlib import closing
-    from dataclasses import asdict
+    from draco.rollout.engines.api import ApiEngine
+    from draco.study.evaluate_api import evaluate_api
 
-    from draco.env.records import record_of
-    from draco.env.success import summarise
-    from draco.run.train import instantiate
-    from draco.study.api_agent import ApiAgent
-    from draco.study.ledger import Ledger
-
-    config = api_config(given)
-    environment, evaluator = instantiate(config.env.environment), instantiate(config.env.get("evaluator"))
-    prices = prices_of(given.get("prices"))
-    tasks = {
-        split: environment.tasks(split)[: given.get("tasks")]
-        for split in str(given.get("split", config.eval.split)).split(",")
-    }
-    agent = ApiAgent(
+    config, out = api_config(given), Path(str(given["out"]))
+    engine = ApiEngine(
         str(given["model"]),
-        instantiate(config.limits),
         temperature=given.get("temperature", 1.0),
         api_base=given.get("api_base"),
         concurrency=int(given.get("concurrency", 16)),
     )
-    out = Path(str(given["out"]))
-    same = {
-        "agent": agent.model, "scaffold": environment.scaffold, "env": config.env.name, "n": n,
-        "temperature": agent.temperature, "limits": asdict(agent.limits),
-        "options": sorted(o for o in given["overrides"] if o.startswith("env.")),
-    }  # fmt: skip
-    ledgers = {split: Ledger(out / f"{split}-api-n{n}.jsonl", {"split": split, **same}) for split in tasks}
-    left = {s: [(t, i) for t in tasks[s] for i in range(n) if not ledgers[s].played(t.id, i)] for s in tasks}
-    for split, ledger in ledgers.items():
-        if ledger.episodes:
-            print(f"{split}: {n * len(tasks[split]) - len(left[split])} episodes are in {ledger.file} already")
-    if any(left.values()):
-        environment.check()
-        agent.check()
-
-    def evaluated() -> Any:
-        try:
-            for split, ledger in ledgers.items():
-                try:
-                    with closing(agent.play(environment, left[split])) as playing:
-                        for trajectory in playing:
-                            ledger.add(record_of(trajectory, evaluator, *agent.usage_of(trajectory)))
-                except ConfigError as error:
-                    kept = f"; {len(ledger.episodes)} episodes are kept in {ledger.file}: the same command goes on"
-                    raise ConfigError(f"{error}{kept if ledger.episodes else ''}") from error
-                records = [ledger.episodes[t.id, i].priced(prices) for t in tasks[split] for i in range(n)]
-                yield {
-                    "agent": agent.model,
-                    "scaffold": environment.scaffold,
-                    "checkpoint": "api",
-                    "split": split,
-                    "limits": asdict(agent.limits),
-                    **summarise(records),
-                    "records": [r.as_dict() for r in records],
-                }
-        finally:
-            agent.close()
-            environment.close()
-            if evaluator is not None:
-                evaluator.close()
-
-    return evaluated(), out
+    results = evaluate_api(
+        engine,
+        config,
+        str(given.get("split", config.eval.split)).split(","),
+        n=n,
+        tasks=given.get("tasks"),
+        out=out,
+        options=[o for o in given["overrides"] if o.startswith("env.")],
+        prices=prices_of(given.get("prices")),
+    )
+    return results, out
 
 
 def show(result: dict[str, Any], console: Console) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
+
+from typing_extensions import TypeVar
 
 from draco.rollout.loop import AgentLoop
 from draco.rollout.rollout import Rollout
@@ -14,6 +16,8 @@ __all__ = ["Engine", "at_a_time"]
 
 if TYPE_CHECKING:
     from draco.policy.policy import Policy
+
+R = TypeVar("R", bound=AgentLoop, default=Rollout)  #: what it drives
 
 
 def at_a_time(rollouts: Sequence[AgentLoop], most: int) -> int:
@@ -24,7 +28,7 @@ def at_a_time(rollouts: Sequence[AgentLoop], most: int) -> int:
     return min([most, *(r.episode.places for r in rollouts if r.episode.places is not None)])
 
 
-class Engine(ABC):
+class Engine(ABC, Generic[R]):
     """Samples from the policy's current weights.
 
     `run` is all that an engine must do. One that needs more than the process (servers) gets it in `open` and gives it
@@ -39,14 +43,14 @@ class Engine(ABC):
     #: 1: a batch rolls out in the background (`begin`) while the one before is judged and trained; 0: none does
     staleness: int = 0
 
-    def check(self) -> None:  # noqa: B027 - optional
+    def check(self) -> None:
         """Find in seconds, before any weights are loaded, what cannot work; starts nothing.
 
         Raises:
             ConfigError: a component or a server is not there.
         """
 
-    def open(self, policy: Policy, run: Path, *, temperature: float) -> None:  # noqa: B027 - optional
+    def open(self, policy: Policy, run: Path, *, temperature: float) -> None:
         """Prepare before the first rollout; what cannot work is found here.
 
         Args:
@@ -58,17 +62,17 @@ class Engine(ABC):
             ConfigError: the engine cannot be used as configured.
         """
 
-    def rest(self) -> None:  # noqa: B027 - optional
+    def rest(self) -> None:
         """A batch is rolled out and judged: make room for the update. On every rank at the same place."""
 
-    def close(self) -> None:  # noqa: B027 - optional
+    def close(self) -> None:
         """Release what `open` took. Safe to call twice."""
 
     @abstractmethod
-    def run(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
+    def run(self, policy: Policy, rollouts: Sequence[R], *, temperature: float) -> Iterator[R]:
         """Drive every rollout to its end and yield each as soon as it has ended, in the order of ending."""
 
-    def begin(self, policy: Policy, rollouts: Sequence[Rollout], *, temperature: float) -> Iterator[Rollout]:
+    def begin(self, policy: Policy, rollouts: Sequence[R], *, temperature: float) -> Iterator[R]:
         """Start what `run` does, by the policy's weights of now, and return: the iterator hands over what has ended.
 
         Only where `staleness` is 1. Of several ranks all must call it at the same place, with rollouts or without.

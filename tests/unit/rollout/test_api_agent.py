@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,12 @@ from support.model_server import CANARY, Server, server  # noqa: F401 - a fixtur
 
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Usage
-from draco.core.types import Termination, Trajectory
+from draco.core.types import Task, Termination, Trajectory
 from draco.env.records import record_of
 from draco.policy.chat import ChatFormat
+from draco.rollout.engines.api import ApiEngine, TextRollout
 from draco.rollout.loop import Limits
-from draco.study.api_agent import ApiAgent
-from draco.study.ledger import Ledger
+from draco.study.episodes import EpisodeFile
 
 
 @pytest.fixture(autouse=True)
@@ -30,26 +31,37 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", CANARY)
 
 
-def agent(server: Server, **more: Any) -> ApiAgent:  # noqa: F811
-    base = server.base
-    limits = Limits(
-        max_turns=more.pop("max_turns", 4),
-        max_response_tokens=more.pop("tokens", 10_000),
-        max_turn_tokens=more.pop("turn", 0),
-        deadline_s=more.pop("deadline_s", 0.0),
-    )
-    return ApiAgent("openai/gpt-4o-mini", limits, api_base=base, backoff_s=0.001, **more)
+def engine(server: Server, **more: Any) -> ApiEngine:  # noqa: F811
+    return ApiEngine("openai/gpt-4o-mini", api_base=server.base, backoff_s=0.001, **more)
 
 
-def play(server: Server, **more: Any) -> Trajectory:  # noqa: F811
+def episodes(
+    engine: ApiEngine, environment: EchoEnvironment, limits: Limits, asked: Sequence[tuple[Task, int]]
+) -> list[TextRollout]:
+    rollouts = [TextRollout(environment.open(t, seed=i), limits, task=t, sample=i, seed=i) for t, i in asked]
+    ended = list(engine.run(None, rollouts, temperature=engine.temperature))
+    assert {id(r) for r in ended} == {id(r) for r in rollouts}
+    return ended
+
+
+def play(
+    server: Server,  # noqa: F811
+    *,
+    max_turns: int = 4,
+    tokens: int = 10_000,
+    turn: int = 0,
+    deadline_s: float = 0.0,
+    **options: Any,
+) -> Trajectory:
     """One episode of the echoing environment, its tasks not over at completion."""
-    played, environment = agent(server, **more), EchoEnvironment(closes=False)
+    limits = Limits(max_turns=max_turns, max_response_tokens=tokens, max_turn_tokens=turn, deadline_s=deadline_s)
+    played, environment = engine(server, **options), EchoEnvironment(closes=False)
     try:
-        (trajectory,) = played.play(environment, [(environment.tasks("train")[0], 0)])
+        (rollout,) = episodes(played, environment, limits, [(environment.tasks("train")[0], 0)])
     finally:
         played.close()
     assert environment.opened[0].closed == 1
-    return trajectory
+    return rollout.trajectory()
 
 
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -115,10 +127,9 @@ def test_turns_and_ends_are_counted_as_those_of_a_policy(
     server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
     environment = EchoEnvironment(closes=closes)
     task = environment.tasks("train")[0]
-    base = server.base
-    played = ApiAgent("openai/gpt-4o-mini", budgets, api_base=base)
+    played = engine(server)
     try:
-        (ours,) = played.play(environment, [(task, 0)])
+        (ours,) = episodes(played, environment, budgets, [(task, 0)])
     finally:
         played.close()
     policy = rollout_of(chat, turns, limits=budgets, episode=EchoEpisode(task, closes=closes)).trajectory()
@@ -129,7 +140,7 @@ def test_turns_and_ends_are_counted_as_those_of_a_policy(
         said = [(m.role, m.content * (m.role != "assistant")) for m in trajectory.messages]
         return record.termination, record.turns, record.interactions, record.success, steps, said
 
-    assert counted(ours) == counted(policy)
+    assert counted(ours.trajectory()) == counted(policy)
 
 
 def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(server: Server) -> None:  # noqa: F811
@@ -147,7 +158,7 @@ def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(ser
 def test_a_model_that_does_not_answer_is_one_line_before_any_episode(server: Server) -> None:  # noqa: F811
     server.says = lambda n, body: (503, "busy")
     with pytest.raises(ConfigError, match=r"status 503.*does not answer; check model= and api_base=") as caught:
-        agent(server, max_retries=1).check()
+        engine(server, max_retries=1).check()
     assert "\n" not in str(caught.value)
     assert len(server.bodies) == 2
 
@@ -162,7 +173,7 @@ def test_a_refused_prompt_ends_its_episode_and_is_not_asked_again(server: Server
     assert CANARY not in lost.error
     server.says = lambda n, body: (404, said)
     with pytest.raises(ConfigError, match=r"status 404.*; check model=") as caught:
-        agent(server).check()
+        engine(server).check()
     assert CANARY not in str(caught.value)
 
 
@@ -203,7 +214,7 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
     server.says = lambda n, body: (200, "<code>a</code>")
     act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
-    monkeypatch.setattr("draco.study.api_agent.time", clock)
+    monkeypatch.setattr("draco.rollout.loop.time", clock)
     monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (ahead.append(600.0), act(self, actions))[1])
     late = play(server, deadline_s=300.0)
     assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
@@ -212,16 +223,16 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
 def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
     """Connections that were closed after the first split made every later episode a fault."""
     server.says = lambda n, body: (200, "<code>done</code>")
-    played, environment = agent(server), EchoEnvironment()
+    played, environment = engine(server), EchoEnvironment()
     for _ in range(2):
         played.check()
         for split in ("train", "test"):
-            found = list(played.play(environment, [(t, i) for t in environment.tasks(split) for i in range(2)]))
+            asked = [(task, sample) for task in environment.tasks(split) for sample in range(2)]
+            found = episodes(played, environment, Limits(), asked)
             assert [t.termination for t in found] == [Termination.SUBMITTED] * 4
         played.close()
-    usage, cost = played.usage_of(found[0])
-    assert (found[0].task.split, usage) == ("test", Usage(100, 7))
-    assert cost is not None
+    assert (found[0].task.split, found[0].usage) == ("test", Usage(100, 7))
+    assert found[0].cost_usd is not None
 
 
 def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F811
@@ -320,4 +331,4 @@ def test_episodes_that_the_provider_lost_are_played_again(
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("[1]\n")
     with pytest.raises(ConfigError, match="no list of evaluated episodes"):
-        Ledger(tmp_path / "x.jsonl", {})
+        EpisodeFile(tmp_path / "x.jsonl", {})

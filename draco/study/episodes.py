@@ -1,4 +1,4 @@
-"""What an evaluation has paid for, on the disk as it comes: a JSONL file beside the result.
+"""The episodes that an evaluation has paid for, on the disk as they end: a JSONL file beside the result.
 
 {"evaluation": {"agent": …, "split": …, …}}       first line: what was evaluated
 {"record": {…}}                                   one line an episode
@@ -17,14 +17,14 @@ from draco.core.errors import ConfigError
 from draco.core.types import Termination
 from draco.env.records import EvalRecord
 
-__all__ = ["Ledger"]
+__all__ = ["EpisodeFile"]
 
 
-class Ledger:
-    """The episodes of one evaluation; those that an earlier process played are there already.
+class EpisodeFile:
+    """The episodes of one evaluation, those of earlier processes included.
 
-    Episodes that no model played (`engine_error` that could have passed: the provider was down, or out of quota) are
-    not: they are played again. What a provider refused for good stays.
+    An episode that ended in `engine_error` because the provider was down or out of quota is played again. One that the
+    provider refused for good is not.
 
     Args:
         file: where; made when the first episode is added.
