@@ -22,7 +22,10 @@ import pyarrow.parquet as pq
 from draco.core.files import publish
 from draco.core.types import Credit, Group, Message, Step, Task, Termination, Trajectory
 
-__all__ = ["TABLES", "read_calls", "read_table", "read_trajectories", "step_folder", "step_folders", "write_step"]
+__all__ = [
+    "TABLES", "archived_steps", "read_calls", "read_table", "read_trajectories", "step_folder", "step_folders",
+    "write_step",
+]  # fmt: skip
 
 _NAME = re.compile(r"step=(\d{6,})")
 _INTS, _FLOATS, _TEXTS = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.string())
@@ -109,6 +112,11 @@ def step_folders(run: Path) -> list[Path]:
     """All complete steps, in order."""
     found = (p for p in (run / "archive").glob("step=*") if _NAME.fullmatch(p.name))
     return sorted(found, key=lambda p: int(p.name.removeprefix("step=")))
+
+
+def archived_steps(run: Path) -> list[int]:
+    """Numbers of all complete steps, in order."""
+    return [int(p.name.removeprefix("step=")) for p in step_folders(run)]
 
 
 def write_step(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from draco.run.archive import step_folder, step_folders
+from draco.run.archive import archived_steps, step_folder
 
 __all__ = ["PhaseCost", "StepNumbers", "Verdicts", "archive_numbers", "inert_share", "step_numbers", "total", "windows"]
 
@@ -95,7 +95,7 @@ def step_numbers(run: Path, step: int) -> StepNumbers:
 
 def archive_numbers(run: Path) -> list[StepNumbers]:
     """Every archived step, in order."""
-    return [step_numbers(run, int(f.name.removeprefix("step="))) for f in step_folders(run)]
+    return [step_numbers(run, step) for step in archived_steps(run)]
 
 
 def total(parts: Iterable[Verdicts]) -> Verdicts:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from draco.core import files as durable
 from draco.core.errors import ConfigError
+from draco.judge.agreement import Agreement, agreement
 from draco.judge.transcript import transcript
 from draco.run.archive import read_table, step_folders
-from draco.study.agreement import Agreement, agreement
 from draco.study.judgements import read_credits
 
 __all__ = ["Calibration", "read_sheet", "write_sheet"]

@@ -53,8 +53,7 @@ def archived_groups(run: Path, steps: int | None = None) -> list[Group]:
     Raises:
         ConfigError: nothing is archived there.
     """
-    folders = archive.step_folders(run)
-    if not folders:
+    archived = archive.archived_steps(run)
+    if not archived:
         raise ConfigError(f"{run} has no archive of trajectories; name the folder of a run")
-    numbers = [int(folder.name.removeprefix("step=")) for folder in (folders[-steps:] if steps else folders)]
-    return [group for number in numbers for group in read_groups(run, number)]
+    return [group for step in (archived[-steps:] if steps else archived) for group in read_groups(run, step)]

@@ -20,12 +20,12 @@ from rapidfuzz import fuzz
 from draco.core import jsonl
 from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.core.types import Criterion
+from draco.judge.agreement import agreement
 from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
 from draco.judge.replies import check_attributions, check_criteria, check_scores, parse_json
 from draco.judge.requests import JudgeRequest
 from draco.run.archive import read_calls
-from draco.study.agreement import agreement
 from draco.study.matching import written
 
 __all__ = ["criteria_overlap", "load_results", "replay_calls", "replayable", "summarise_replay"]

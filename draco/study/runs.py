@@ -1,4 +1,4 @@
-"""A run folder, or a folder of evaluation files, as a report reads it: light, nothing of it is required to be there."""
+"""A run folder, or a folder of evaluation files, as a report reads it. Any part may be missing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices, Usage
-from draco.run.archive import step_folders
-from draco.run.loggers import read_metrics
+from draco.run.archive import archived_steps
+from draco.run.summary import metric_rows
 
 __all__ = ["Evaluation", "Run", "open_run"]
 
@@ -27,9 +27,9 @@ class Evaluation:
 
     split: str
     checkpoint: str  #: base | step=000060 | api …
-    step: int | None  #: batches behind the checkpoint; None where it has none
+    step: int | None  #: batches that the checkpoint was trained on; None: it is no checkpoint of a run
     n: int
-    during_training: bool  #: a point of a curve, no checkpoint of its own
+    during_training: bool  #: a point of a curve; tables leave it out
     content: Mapping[str, Any]  #: of the file: see draco.env.success.summarise
 
     def figure(self, name: str) -> float | None:
@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Tasks and n: a part of the tasks does not stand for all."""
+        """Tasks and n. An evaluation of a part of the tasks does not stand for all."""
         return int(self.content.get("tasks") or 0), self.n
 
 
@@ -77,7 +77,7 @@ class Run:
         """`dynamic+step`, or the agent's name for a folder of evaluation files."""
         rubric, credit = (self.config.get(k, {}).get("name") for k in ("rubric", "credit"))
         if rubric and credit:
-            variant = f" ({self._variant})" if self._variant else ""  # variants of a self-judge are no one setting
+            variant = f" ({self._variant})" if self._variant else ""  # each variant of a self-judge is its own setting
             return f"{rubric}{variant}+{credit}"
         agents = {str(e.content["agent"]) for e in self.evaluations if "agent" in e.content}
         return agents.pop() if len(agents) == 1 else self.path.name
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def _variant(self) -> str:
-        """How often and how the policy judges itself; empty where another model judges."""
+        """How the policy judges itself (votes, thinking); empty where another model judges."""
         rubric = self.config.get("rubric", {})
         if rubric.get("name") != "self_judge":
             return ""
@@ -114,9 +114,9 @@ class Run:
         return f"k={stage.get('k')}, {'thinking' if stage.get('thinking') else 'no thinking'}"
 
     def final_evaluations(self, split: str) -> list[Evaluation]:
-        """The checkpoints that a table averages: the last three that were evaluated on most tasks, with the largest n.
+        """What a table averages: the last three checkpoints among those evaluated on most tasks with the largest n.
 
-        Evaluations during training are points of a curve and not among them.
+        Evaluations during training are not among them.
         """
         found = [e for e in self.evaluations if e.split == split and e.checkpoint != "base" and not e.during_training]
         most = max((e.size for e in found), default=(0, 0))
@@ -141,15 +141,14 @@ def open_run(path: Path) -> Run:
     evaluations = _evaluations(path, int(config.get("steps") or 0))
     if not config and not evaluations:
         raise ConfigError(f"{path}: expected a run folder (config.yaml) or evaluation files (*.json), found neither")
-    _, rows = read_metrics(path / "metrics.csv")
     return Run(
         path=path,
         config=config,
         summary=_json(path / "summary.json") if (path / "summary.json").is_file() else {},
-        metrics=tuple({k: float(v) for k, v in row.items() if v != ""} for row in rows),
-        evaluations=evaluations,
+        metrics=tuple(metric_rows(path)),
+        evaluations=tuple(evaluations),
         train_success=_train_success(path / "train_success.csv"),
-        steps=tuple(int(f.name.removeprefix("step=")) for f in step_folders(path)),
+        steps=tuple(archived_steps(path)),
     )
 
 
@@ -161,26 +160,24 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _evaluations(path: Path, steps: int) -> tuple[Evaluation, ...]:
-    named = [("base", 0, path / "evaluation_before.json"), (f"step={steps:06d}", steps, path / "evaluation_after.json")]
-    found = [_evaluation(c, s, False, f) for c, s, f in named if f.is_file()]
+def _evaluations(path: Path, steps: int) -> list[Evaluation]:
+    """Those before and after training (`steps` batches), then those of `evaluations/` and of a folder without a run."""
+    named = {"before": ("base", 0), "after": (f"step={steps:06d}", steps)}
+    files = {name: path / f"evaluation_{name}.json" for name in named}
+    found = [_evaluation(_json(file), *named[name]) for name, file in files.items() if file.is_file()]
     for file in sorted([*path.glob("evaluations/*.json"), *path.glob("*-n*.json")]):
         content = _json(file)
         if "tgc_pass_hat" not in content or "checkpoints" in content:
-            continue  # a leaderboard file, or means that are made here anew
-        if during := re.fullmatch(r"step=(\d+)", file.stem):
-            found.append(_evaluation(file.stem, int(during[1]), True, file))
-            continue
-        checkpoint = str(content.get("checkpoint", file.stem))
+            continue  # a leaderboard file, or means over checkpoints, which are computed anew
+        during = re.fullmatch(r"step=(\d+)", file.stem)
+        checkpoint = file.stem if during else str(content.get("checkpoint", file.stem))
         step = re.fullmatch(r"step=(\d+)", checkpoint)
-        found.append(
-            _evaluation(checkpoint, 0 if checkpoint == "base" else int(step[1]) if step else None, False, file)
-        )
-    return tuple(found)
+        batches = 0 if checkpoint == "base" else int(step[1]) if step else None
+        found.append(_evaluation(content, checkpoint, batches, during=bool(during)))
+    return found
 
 
-def _evaluation(checkpoint: str, step: int | None, during: bool, file: Path) -> Evaluation:
-    content = _json(file)
+def _evaluation(content: Mapping[str, Any], checkpoint: str, step: int | None, *, during: bool = False) -> Evaluation:
     return Evaluation(str(content.get("split", "")), checkpoint, step, int(content.get("n", 1)), during, content)
 
 

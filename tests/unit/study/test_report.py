@@ -16,8 +16,8 @@ from support.report_fixture import HOSTILE, evaluation, write_run
 
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
+from draco.judge.agreement import agreement
 from draco.run.numbers import Verdicts, step_numbers
-from draco.study.agreement import agreement
 from draco.study.curves import all_figures, over_seeds
 from draco.study.figures import COLOURS, Figure, Panel, Series, _apart, _broken, _colours, _smoothed, write_figure
 from draco.study.pieces import TokenPieces
