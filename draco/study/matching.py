@@ -1,13 +1,14 @@
-"""Which criteria of two sets are the same, by a model: paraphrases too, which a comparison of texts takes for two."""
+"""Which criteria of two sets are the same: by their texts, or by a model, which also recognises paraphrases."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from rapidfuzz import fuzz
 
 from draco.core import jsonl
 from draco.core.errors import JudgeConfigError, JudgeError
@@ -17,9 +18,10 @@ from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.replies import ReplyFault, strict_schema
 from draco.judge.requests import JudgeRequest
 
-__all__ = ["check_pairs", "load_matches", "match_criteria", "written"]
+__all__ = ["check_pairs", "criteria_overlap", "gather", "load_matches", "match_criteria", "written"]
 
 _WRITING = ("propose_task", "propose_rollout", "merge")  #: calls that write criteria
+_SIMILAR = 80.0  #: rapidfuzz's token_set_ratio, 0–100, from which two criteria count as the same
 
 
 class _Pair(BaseModel):
@@ -32,15 +34,36 @@ class _Reply(BaseModel):
     pairs: list[_Pair]
 
 
+def criteria_overlap(reference: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> tuple[int, int, int]:
+    """Criteria of the reference that the other wrote too: (matched, of the reference, of the other).
+
+    Two criteria are the same if the texts `title: description` are similar by rapidfuzz's token_set_ratio. The most
+    similar are paired first, each criterion once. A paraphrase in other words counts as another criterion.
+    """
+    texts = [[f"{title}: {text}".casefold() for title, text in side] for side in (reference, other)]
+    ranked = sorted(
+        ((fuzz.token_set_ratio(a, b), i, j) for i, a in enumerate(texts[0]) for j, b in enumerate(texts[1])),
+        key=lambda r: (-r[0], r[1], r[2]),
+    )
+    left, right = set(range(len(reference))), set(range(len(other)))
+    pairs = 0
+    for score, i, j in ranked:
+        if score >= _SIMILAR and i in left and j in right:
+            left.remove(i)
+            right.remove(j)
+            pairs += 1
+    return pairs, len(reference), len(other)
+
+
 def check_pairs(data: Any, ours: int, others: int) -> int:
     """Number of pairs of a reply.
 
     Args:
         data: the reply.
-        ours, others: criteria of the two sets.
+        ours, others: number of criteria in the two sets.
 
     Raises:
-        ReplyFault: no such reply, a number that no criterion has, or one that stands in two pairs.
+        ReplyFault: wrong shape, a number that no criterion has, or a criterion in two pairs.
     """
     try:
         pairs = _Reply.model_validate(data).pairs
@@ -65,19 +88,23 @@ def load_matches(file: Path) -> dict[str, int]:
     return {row["key"]: row["pairs"] for row in jsonl.read(file)}
 
 
-def _side(criteria: Sequence[Sequence[str]], name: str) -> str:
-    listed = [Criterion(title, text, "") for title, text in criteria]
-    numbers = [{"number": i} for i in range(1, len(listed) + 1)]
-    return criteria_block(listed, name, numbers, ("evaluator_instruction",))
+async def gather(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all calls; when one raises, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClient, file: Path) -> dict[str, int]:
-    """Ask a model about every pair of sets, and append a line each to `file`; what is there is not asked again.
+    """Ask a model about every pair of sets and append its answers to `file`; answers that are there are kept.
 
-    Two sets of which one is empty have no pair, and nobody is asked.
+    Sets of which one is empty have no pair, and the model is not asked.
 
     Returns:
-        counts: asked, failed (left out of the figures, asked again next time), kept.
+        counts: asked, failed (in no rate; asked again next time), kept.
 
     Raises:
         JudgeConfigError: the provider refused for good.
@@ -89,23 +116,12 @@ async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClie
     gate = asyncio.Semaphore(64)
 
     async def one(row: Mapping[str, Any]) -> None:
-        ours, others = row["reference"], row["other"]
         pairs = 0
-        if ours and others:
-            request = JudgeRequest(
-                phase="match",
-                messages=messages("match", [_side(ours, "A"), _side(others, "B")], ()),
-                check=lambda data: (check_pairs(data, len(ours), len(others)), None),
-                sink=lambda _: None,
-                step=row["step"],
-                task_id=row["key"],
-                version=prompt_version("match"),
-                schema=strict_schema(_Reply),
-            )
+        if row["reference"] and row["other"]:
             async with gate:
                 counts["asked"] += 1
                 try:
-                    pairs = await client.call(request)
+                    pairs = await client.call(_request(row))
                 except JudgeConfigError:
                     raise
                 except JudgeError:
@@ -113,10 +129,25 @@ async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClie
                     return
         jsonl.append(file, {"key": row["key"], "pairs": pairs})
 
-    tasks = [asyncio.ensure_future(one(r)) for r in rows if r["key"] not in done]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    await gather(one(r) for r in rows if r["key"] not in done)
     return counts
+
+
+def _request(row: Mapping[str, Any]) -> JudgeRequest[int]:
+    ours, others = row["reference"], row["other"]
+    return JudgeRequest(
+        phase="match",
+        messages=messages("match", [_side(ours, "A"), _side(others, "B")], ()),
+        check=lambda data: (check_pairs(data, len(ours), len(others)), None),
+        sink=lambda _: None,
+        step=row["step"],
+        task_id=row["key"],
+        version=prompt_version("match"),
+        schema=strict_schema(_Reply),
+    )
+
+
+def _side(criteria: Sequence[Sequence[str]], name: str) -> str:
+    listed = [Criterion(title, text, "") for title, text in criteria]
+    numbers = [{"number": i} for i in range(1, len(listed) + 1)]
+    return criteria_block(listed, name, numbers, ("evaluator_instruction",))

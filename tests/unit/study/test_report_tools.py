@@ -34,15 +34,14 @@ from draco.run.archive import read_calls, read_table, step_folder, write_step
 from draco.study.audit import read_sheet, write_sheet
 from draco.study.curves import all_figures
 from draco.study.judge_replay import (
-    _Purse,
-    criteria_overlap,
+    _Budget,
     load_results,
     replay_calls,
     replayable,
     summarise_replay,
 )
 from draco.study.judgements import read_groups
-from draco.study.matching import check_pairs, load_matches, match_criteria
+from draco.study.matching import check_pairs, criteria_overlap, load_matches, match_criteria
 from draco.study.outside import judge_by_labels, read_groups_of
 from draco.study.runs import open_run
 
@@ -181,12 +180,12 @@ def test_a_call_without_a_price_says_nothing_of_the_next(run: Path, tmp_path: Pa
     counts = asyncio.run(replay_calls(calls, SlowJudge(0.1, {}), file, max_usd=1.0))  # type: ignore[arg-type]
     assert (counts["kept"], counts["sent"]) == (1, 10)
 
-    purse = _Purse(1.0)
+    budget = _Budget(1.0)
     for outcome, usd, rate in (("failed", None, None), ("failed", 0.0, None), ("ok", 0.5, 0.5), ("failed", 0.75, 0.75)):
-        purse.learn({"tokens_in": 1, "tokens_out": 0}, outcome, usd)
-        assert purse.rate == rate
-    assert purse.spent == 1.25
-    free = _Purse(1.0)
+        budget.learn({"tokens_in": 1, "tokens_out": 0}, outcome, usd)
+        assert budget.rate == rate
+    assert budget.spent == 1.25
+    free = _Budget(1.0)
     free.learn({"tokens_in": 1, "tokens_out": 0}, "ok", 0.0)
     assert free.rate == 0.0
 
