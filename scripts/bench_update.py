@@ -49,8 +49,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draco.core.types import Step, Task, Termination, Trajectory
 from draco.policy.attention import pack_attention
-from draco.policy.fused import fuse_layers
-from draco.policy.lora import fuse_lora
 from draco.update.gradients import Totals, Worker
 from draco.update.logprobs import step_logprobs
 from draco.update.options import LossOptions
@@ -146,8 +144,6 @@ class Ours:
     def __init__(self, size: Size) -> None:
         self.model = get_peft_model(make_model(size), LoraConfig(**LORA))
         randomise(self.model)
-        fuse_lora(self.model)
-        fuse_layers(self.model)
         self.rows = [Row(t, a) for t, a in trajectories(size)]
         self.device = torch.device("cpu")
         packed = pack_attention(self.model)

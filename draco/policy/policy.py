@@ -27,9 +27,7 @@ from draco.core.errors import AdapterError, ConfigError
 from draco.core.files import resolve
 from draco.core.types import Message
 from draco.policy.chat import ChatFormat
-from draco.policy.fused import fuse_layers
 from draco.policy.kernels import require_kernels
-from draco.policy.lora import fuse_lora
 from draco.policy.sharding import full, is_sharded, like, on_meta, phantoms
 
 log = logging.getLogger("draco")
@@ -59,8 +57,6 @@ class Policy(nn.Module):
         chat_template: a Jinja file that replaces the tokenizer's own template.
         template_kwargs: extra arguments of the chat template, e.g. ``enable_thinking``.
         revision: commit, tag or branch of a hub name.
-        fused: short exact passes in place of PEFT's and transformers' own for plain LoRA layers, frozen RMS norms and
-            rotary embeddings (`draco.policy.lora`, `draco.policy.fused`); same results up to float rounding.
         sharded: leave the base weights out; `draco.policy.sharding.shard` gives every rank its part of them.
 
     Raises:
@@ -85,7 +81,6 @@ class Policy(nn.Module):
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
         revision: str | None = None,
-        fused: bool = True,
         sharded: bool = False,
     ) -> None:
         super().__init__()
@@ -151,9 +146,6 @@ class Policy(nn.Module):
                 f"policy.targets is {targets!r}, which fits no layer of {path}: {' '.join(str(error).split())[:200]}; "
                 f"expected all-linear or names among {', '.join(_linear_names(base))}"
             ) from error
-        if fused:
-            fuse_lora(self.model)
-            fuse_layers(self.model)
         if adapter:
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"

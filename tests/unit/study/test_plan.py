@@ -26,7 +26,6 @@ from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices, Usage, price_of
 from draco.judge.client import prices_of
 from draco.policy.attention import pack_attention, packed_inputs
-from draco.policy.lora import fuse_lora
 from draco.policy.structure import hidden_states, output_head
 from draco.run.archive import read_table
 from draco.run.launch import processes, sharded
@@ -143,7 +142,6 @@ def test_memory_is_within_a_tenth_of_what_is_tracked(name: str, checkpointing: b
     if checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model: nn.Module = get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    fuse_lora(model)
     assert pack_attention(model)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
