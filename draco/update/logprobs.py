@@ -5,21 +5,20 @@ The language-model head runs on the wanted tokens only, in token × vocabulary c
 
     l_v = (h·W_v + b_v) / T,    log p(t) = l_t − logsumexp_v l_v,    ∂ log p(t) / ∂h = (W_t − Σ_v p_v W_v) / T
 
-The gradient does not depend on the upstream gradient except for a factor, so the forward pass accumulates Σ_v p_v W_v
-beside the log-sum-exp (with the running maximum of an online softmax, as attention kernels do for values) and the
-backward pass is one multiplication. That is two matrix products in all, as few as full logits need; nothing is
-recomputed.
+The upstream gradient is only a factor of the gradient. So the forward pass accumulates Σ_v p_v W_v together with the
+log-sum-exp (with the running maximum of an online softmax, as attention kernels do for values), and the backward pass
+is one multiplication. That makes two matrix products in all, as few as full logits need; nothing is recomputed.
 
-Where the hidden states are float32 (or 64), they are multiplied by log₂(e) / T once and the softmax is taken in base 2:
-the logits need no pass for the temperature, and exp2 costs a CPU a third of exp. There the running maximum is left out
-too (two more passes), as long as no sum of powers comes near the range of float32.
+Float32 and float64 hidden states are multiplied by log₂(e) / T once, and the softmax is taken in base 2: the logits
+need no pass for the temperature, and exp2 costs a CPU a third of exp. The running maximum (two more passes) is left
+out there as long as no sum of powers comes near the range of float32.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from draco.core.errors import ConfigError
 
 __all__ = ["step_logprobs"]
-
 
 #: On a CPU base-2 logits are not shifted while the first ones are within ± this (the maximum over the vocabulary can
 #: then not be below −64, where small powers would vanish) and no sum of powers passes the other.
@@ -92,31 +90,33 @@ def step_logprobs(
     ):
         raise ValueError(f"expected targets in 0..{len(weight) - 1}, got {int(targets.min())}..{int(targets.max())}")
     needs_grad = torch.is_grad_enabled() and hidden.requires_grad
+    options = _Options(temperature, token_chunk, vocab_chunk, with_entropy, needs_grad)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", _StepLogprobs.apply)
-    return apply(hidden, weight, bias, targets, temperature, token_chunk, vocab_chunk, with_entropy, needs_grad)
+    return apply(hidden, weight, bias, targets, options)
+
+
+class _Options(NamedTuple):
+    """Arguments of `step_logprobs`, and whether a gradient is wanted."""
+
+    temperature: float
+    token_chunk: int
+    vocab_chunk: int
+    with_entropy: bool
+    needs_grad: bool
 
 
 class _StepLogprobs(torch.autograd.Function):
-    """Online softmax over vocabulary chunks; saves ∂ log p / ∂h, [N, H]."""
+    """Saves ∂ log p / ∂h, [N, H], for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        token_chunk: int,
-        vocab_chunk: int,
-        with_entropy: bool,
-        needs_grad: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
         # Autocast would round the products that must stay in float32.
         with torch.autocast(hidden.device.type, enabled=False):
-            logprobs, entropy, gradient = _online(
-                hidden, weight, bias, targets, temperature, token_chunk, vocab_chunk, with_entropy, needs_grad
-            )
+            softmax = _OnlineSoftmax(hidden, weight, bias, targets, options)
+            softmax.run()
+            logprobs, entropy, gradient = softmax.results()
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropy)
@@ -126,105 +126,117 @@ class _StepLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return ((gradient * grads[0].unsqueeze(1)).to(gradient.dtype), *[None] * 8)
+        return ((gradient * grads[0].unsqueeze(1)).to(gradient.dtype), *[None] * 4)
 
 
-def _online(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    token_chunk: int,
-    vocab_chunk: int,
-    with_entropy: bool,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log p [N], entropy [N], and ∂ log p / ∂h [N, H] when asked for."""
-    rows, width, vocab = len(hidden), hidden.shape[1], len(weight)
-    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    # 16-bit products with a float32 result exist on CUDA; elsewhere both operands are widened first.
-    half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    unit = 1.0 if half else math.log(2)  # nats of one unit of `logits`
-    h = hidden if half else hidden.to(exact) * (1 / (temperature * unit))
-    exp_ = Tensor.exp_ if half else Tensor.exp2_
-    unshifted: set[int] = set()  # token chunks whose `peak` is 0; a GPU would have to wait for the checks
-    keep = with_entropy and not needs_grad  # the logits beside their powers
-    # One buffer for all chunks: fresh memory for each costs page faults. Where it is widened, cuBLAS makes its own.
-    buffer = None if half else h.new_empty(min(rows, token_chunk) * min(vocab, vocab_chunk))
+class _OnlineSoftmax:
+    """Sums of a softmax over vocabulary chunks, for N rows. Logits and `peak` are in units of `unit` nats."""
 
-    peak = h.new_full((rows,), -torch.inf, dtype=exact)  # running maximum of the logits
-    mass = h.new_zeros((rows,), dtype=exact)  # Σ exp(l − peak)
-    moment = h.new_zeros((rows,), dtype=exact)  # Σ exp(l − peak) · l
-    chosen = h.new_zeros((rows,), dtype=exact)  # l of the target; it, peak and moment in units of `unit` nats
-    expected = h.new_zeros((rows, width), dtype=exact) if needs_grad else None  # Σ exp(l − peak) · W_v
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options) -> None:
+        self.hidden, self.weight, self.bias, self.targets, self.options = hidden, weight, bias, targets, options
+        self.exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        # 16-bit products with a float32 result exist on CUDA; elsewhere both operands are widened first.
+        half = hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+        self.half = half
+        self.unit = 1.0 if half else math.log(2)
+        self.scale = 1 / (options.temperature * self.unit)
+        self.h = hidden if half else hidden.to(self.exact) * self.scale
+        self.exp_ = Tensor.exp_ if half else Tensor.exp2_
+        self.keep = options.with_entropy and not options.needs_grad  # the logits, beside their powers
+        #: first rows of the token chunks whose `peak` is 0; never on a GPU, which would have to wait for the checks
+        self.unshifted: set[int] = set()
+        rows, vocab = len(hidden), len(weight)
+        # One buffer for all chunks: fresh memory for each costs page faults. Of 16-bit products cuBLAS makes its own.
+        chunk = min(rows, options.token_chunk) * min(vocab, options.vocab_chunk)
+        self.buffer = None if half else self.h.new_empty(chunk)
+        self.peak = self._zeros(rows).fill_(-torch.inf)  # running maximum of the logits
+        self.mass = self._zeros(rows)  # Σ exp(l − peak)
+        self.moment = self._zeros(rows)  # Σ exp(l − peak) · l
+        self.chosen = self._zeros(rows)  # l of the target
+        self.expected = self._zeros(*hidden.shape) if options.needs_grad else None  # Σ exp(l − peak) · W_v
 
-    for v0 in range(0, vocab, vocab_chunk):
-        w = weight[v0 : v0 + vocab_chunk]
-        w = w if half else w.to(exact)
-        b = None if bias is None else bias[v0 : v0 + vocab_chunk].to(exact) * (1 / (temperature * unit))
-        for n0 in range(0, rows, token_chunk):
-            n = slice(n0, min(n0 + token_chunk, rows))
-            logits = _logits(h[n], w, b, exact, buffer, temperature)
-            here = targets[n] - v0
-            inside = (here >= 0) & (here < len(w))
-            picked = logits.gather(1, here.clamp(0, len(w) - 1).unsqueeze(1)).squeeze(1)
-            chosen[n] = torch.where(inside, picked, chosen[n])
+    def _zeros(self, *shape: int) -> Tensor:
+        return self.h.new_zeros(shape, dtype=self.exact)
 
-            if v0 == 0 and logits.device.type == "cpu" and float(logits.amax(dim=1).abs().max()) < _UNSHIFTED:
-                unshifted.add(n0)
-                peak[n] = 0.0
-            if n0 in unshifted:
-                odds = torch.exp2(logits) if keep else logits.exp2_()
-                total = odds.sum(dim=1)
-                if not float(total.max()) < _LARGEST_SUM:
-                    unshifted.remove(n0)  # this chunk once more, and shifted from here on
-                    logits = _logits(h[n], w, b, exact, buffer, temperature)
-            if n0 not in unshifted:
-                new_peak = torch.maximum(peak[n], logits.amax(dim=1))
-                rescale = exp_(peak[n] - new_peak)  # 0 for the first chunk
-                peak[n] = new_peak
-                odds = exp_(logits - new_peak.unsqueeze(1) if keep else logits.sub_(new_peak.unsqueeze(1)))
-                total = odds.sum(dim=1)
-                mass[n] *= rescale
-                moment[n] *= rescale
-                if expected is not None:
-                    expected[n] *= rescale.unsqueeze(1)
-            mass[n] += total
-            if expected is not None:
-                _add_matmul(expected[n], odds, w)
-                if with_entropy and b is not None:
-                    moment[n] += odds @ b
-            elif with_entropy:  # a batched dot product: no third buffer
-                moment[n] += torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
+    def run(self) -> None:
+        """Take in all chunks."""
+        rows, step, size = len(self.h), self.options.token_chunk, self.options.vocab_chunk
+        for v0 in range(0, len(self.weight), size):
+            w = self.weight[v0 : v0 + size]
+            w = w if self.half else w.to(self.exact)
+            b = None if self.bias is None else self.bias[v0 : v0 + size].to(self.exact) * self.scale
+            for n0 in range(0, rows, step):
+                self._add(slice(n0, min(n0 + step, rows)), v0, w, b)
 
-    lse = peak * unit + mass.log()  # nats
-    logprobs = chosen * unit - lse
-    gradient = None
-    if expected is not None:
-        expected /= mass.unsqueeze(1)
-        if with_entropy:  # Σ p_v l_v = (h · Σ p_v W_v + Σ p_v b_v) / T: free, given the gradient
-            dot = torch.linalg.vecdot(h.to(exact), expected)
-            moment += (dot / temperature if half else dot) * mass
-        gradient = weight.index_select(0, targets).to(exact).sub_(expected).div_(temperature)
-        gradient = gradient.to(hidden.dtype)
-    entropy = lse - moment * unit / mass if with_entropy else torch.zeros_like(lse)
-    return logprobs, entropy, gradient
+    def _add(self, n: slice, v0: int, w: Tensor, b: Tensor | None) -> None:
+        """Take in the logits of the rows `n` over the vocabulary entries from `v0`."""
+        logits = self._logits(n, w, b)
+        here = self.targets[n] - v0
+        inside = (here >= 0) & (here < len(w))
+        picked = logits.gather(1, here.clamp(0, len(w) - 1).unsqueeze(1)).squeeze(1)
+        self.chosen[n] = torch.where(inside, picked, self.chosen[n])
+        if v0 == 0 and logits.device.type == "cpu" and float(logits.amax(dim=1).abs().max()) < _UNSHIFTED:
+            self.unshifted.add(n.start)
+            self.peak[n] = 0.0
+        odds = None
+        if n.start in self.unshifted:
+            odds = torch.exp2(logits) if self.keep else logits.exp2_()
+            total = odds.sum(dim=1)
+            if not float(total.max()) < _LARGEST_SUM:  # compute this chunk again, and shift from here on
+                self.unshifted.remove(n.start)
+                logits, odds = self._logits(n, w, b), None
+        if odds is None:
+            odds = self._shifted(n, logits)
+            total = odds.sum(dim=1)
+        self.mass[n] += total
+        if self.expected is not None:
+            _add_matmul(self.expected[n], odds, w)
+            if self.options.with_entropy and b is not None:
+                self.moment[n] += odds @ b
+        elif self.options.with_entropy:  # a batched dot product: no third buffer
+            self.moment[n] += torch.bmm(odds.unsqueeze(1), logits.unsqueeze(2)).view(-1)
 
+    def _shifted(self, n: slice, logits: Tensor) -> Tensor:
+        """exp(l − peak) under the new peak; the sums so far are rescaled to it."""
+        peak = torch.maximum(self.peak[n], logits.amax(dim=1))
+        rescale = self.exp_(self.peak[n] - peak)  # 0 for the first chunk
+        self.peak[n] = peak
+        self.mass[n] *= rescale
+        self.moment[n] *= rescale
+        if self.expected is not None:
+            self.expected[n] *= rescale.unsqueeze(1)
+        shift = peak.unsqueeze(1)
+        return self.exp_(logits - shift if self.keep else logits.sub_(shift))
 
-def _logits(
-    h: Tensor, w: Tensor, b: Tensor | None, dtype: torch.dtype, buffer: Tensor | None, temperature: float
-) -> Tensor:
-    """h Wᵀ + b in `dtype`, in the 1-D `buffer` if there is one (`h` and `b` are scaled by 1 / T then)."""
-    if buffer is None:
-        logits = torch.mm(h, w.T, out_dtype=dtype)
-        if temperature != 1.0:
-            logits /= temperature
-    else:
-        logits = torch.mm(h, w.T, out=buffer[: len(h) * len(w)].view(len(h), len(w)))
-    if b is not None:
-        logits += b
-    return logits
+    def _logits(self, n: slice, w: Tensor, b: Tensor | None) -> Tensor:
+        h = self.h[n]
+        if self.buffer is None:
+            logits = torch.mm(h, w.T, out_dtype=self.exact)
+            if self.options.temperature != 1.0:
+                logits /= self.options.temperature
+        else:  # `h` and `b` are scaled by 1 / T already
+            logits = torch.mm(h, w.T, out=self.buffer[: len(h) * len(w)].view(len(h), len(w)))
+        if b is not None:
+            logits += b
+        return logits
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log p [N], entropy [N], and ∂ log p / ∂h [N, H] when asked for."""
+        lse = self.peak * self.unit + self.mass.log()  # nats
+        logprobs = self.chosen * self.unit - lse
+        gradient = None
+        if self.expected is not None:
+            self.expected /= self.mass.unsqueeze(1)
+            if (
+                self.options.with_entropy
+            ):  # Σ p_v l_v = (h · Σ p_v W_v + Σ p_v b_v) / T costs little, given the gradient
+                dot = torch.linalg.vecdot(self.h.to(self.exact), self.expected)
+                self.moment += (dot / self.options.temperature if self.half else dot) * self.mass
+            gradient = self.weight.index_select(0, self.targets).to(self.exact)
+            gradient = gradient.sub_(self.expected).div_(self.options.temperature).to(self.hidden.dtype)
+        with_entropy = self.options.with_entropy
+        entropy = lse - self.moment * self.unit / self.mass if with_entropy else torch.zeros_like(lse)
+        return logprobs, entropy, gradient
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
