@@ -102,11 +102,9 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 def _fits(value: Any, annotation: Any) -> bool:
     if _is_list(annotation):
-        return (
-            value is None
-            if _optional(annotation) and value is None
-            else (isinstance(value, Sequence) and not isinstance(value, str))
-        )
+        if value is None or isinstance(value, str):
+            return type(value) in _parts(annotation)
+        return isinstance(value, Sequence)
     try:
         _adapter(annotation).validate_python(value, strict=True)
     except ValidationError:

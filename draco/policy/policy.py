@@ -1,46 +1,38 @@
 """The policy: a frozen causal LM with a trainable LoRA adapter.
 
-The reference policy of the KL term is the same model with the adapter switched off, so it costs no memory; a run that
-goes on from an existing adapter may measure KL against that adapter instead, which costs a frozen copy of it.
+The reference policy of the KL term is the same model with the adapter switched off, which needs no memory. A run that
+starts from an existing adapter may measure KL against that adapter instead, at the price of a frozen copy of it.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from annotated_types import Ge, Lt
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draco.config.checks import number, whole
+from draco.config.options import Count, Positive, checked
 from draco.core.distributed import rank
-from draco.core.errors import AdapterError, ConfigError
+from draco.core.errors import ConfigError
 from draco.core.files import resolve
 from draco.core.types import Message
+from draco.policy.adapter import add_lora, read_adapter
 from draco.policy.chat import ChatFormat
-from draco.policy.kernels import require_kernels
-from draco.policy.sharding import full, is_sharded, like, on_meta, phantoms
+from draco.policy.loading import load_base, weights_folder
+from draco.policy.sharding import full, is_sharded, like
 
-log = logging.getLogger("draco")
-
-__all__ = [
-    "Policy",
-]
+__all__ = ["Policy"]
 
 _TRAINED, _REFERENCE = "default", "reference"  #: PEFT's names of the adapters
-_DTYPES = ("float32", "bfloat16", "float16")
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
+@checked("policy")
 class Policy(nn.Module):
     """Base model, LoRA adapter, tokenizer and chat format.
 
@@ -69,10 +61,10 @@ class Policy(nn.Module):
         path: str,
         *,
         gguf_file: str | None = None,
-        dtype: str = "float32",
-        rank: int = 16,
-        alpha: int = 32,
-        dropout: float = 0.0,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        rank: Count = 16,
+        alpha: Positive = 32,
+        dropout: Annotated[float, Ge(0), Lt(1)] = 0.0,
         targets: str | Sequence[str] = "all-linear",
         adapter: str | None = None,
         reference: Literal["base", "adapter"] = "base",
@@ -84,42 +76,16 @@ class Policy(nn.Module):
         sharded: bool = False,
     ) -> None:
         super().__init__()
-        if reference not in ("base", "adapter"):
-            raise ConfigError(f"policy.reference is {reference!r}; expected base or adapter")
         if reference == "adapter" and not adapter:
             raise ConfigError("policy.reference=adapter needs policy.adapter, the folder of the adapter to start from")
-        base_type = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-        if not isinstance(base_type, torch.dtype) or not base_type.is_floating_point:
-            raise ConfigError(f"policy.dtype is {dtype!r}; expected {', '.join(_DTYPES)}")
-        whole("policy.rank", rank, 1)
-        number("policy.alpha", alpha, 0, above=True)
-        number("policy.dropout", dropout, 0)
-        if dropout >= 1:
-            raise ConfigError(f"policy.dropout is {dropout}; expected a number below 1: it would leave nothing")
+        if reference == "adapter" and sharded:
+            raise ConfigError("policy.reference=adapter has no sharded form yet; use policy.reference=base")
         self.path, self.revision = path, revision
         self.version = 0  #: optimizer updates behind the current weights
-        self.folder = folder = resolve(path)  #: where the base model's files are, or its hub name
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        if revision:
-            options["revision"] = revision
-        if sharded and gguf_file:
-            raise ConfigError(f"policy.gguf_file={gguf_file} cannot be read in shards; use trainer=ddp")
-        if gguf_file:
-            options["gguf_file"] = gguf_file
-        try:
-            with _quiet_loading():
-                if torch.cuda.is_available() and not gguf_file:
-                    require_kernels(AutoConfig.from_pretrained(folder, **options).model_type)
-                self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-                if sharded:
-                    base = _without_weights(folder, dtype, options)
-                else:
-                    base = AutoModelForCausalLM.from_pretrained(folder, dtype=base_type, **options)
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(
-                f"policy.path={path!r} could not be loaded: {str(error).splitlines()[0]}; expected a folder with a "
-                "transformers model, a hub name that is in the local cache, or pkg://PACKAGE"
-            ) from error
+        self.folder = resolve(path)  #: where the base model's files are, or its hub name
+        self.tokenizer, base = load_base(
+            path, dtype, sharded=sharded, gguf_file=gguf_file, trust_remote_code=trust_remote_code, revision=revision
+        )
         if chat_template:
             try:
                 self.tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -128,29 +94,19 @@ class Policy(nn.Module):
                     f"policy.chat_template={chat_template!r} cannot be read: {error.strerror}; expected a Jinja file"
                 ) from None
         self.chat = ChatFormat(self.tokenizer, **(template_kwargs or {}))
-        base.requires_grad_(False)
         if gradient_checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lora = LoraConfig(
             r=rank,
-            lora_alpha=alpha,
+            lora_alpha=cast(int, alpha),
             lora_dropout=dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             task_type="CAUSAL_LM",
         )
-        try:
-            with phantoms(base) if sharded else nullcontext():
-                self.model = cast(PeftModel, get_peft_model(base, lora))
-        except ValueError as error:  # PEFT found no such layer, or cannot adapt its kind
-            raise ConfigError(
-                f"policy.targets is {targets!r}, which fits no layer of {path}: {' '.join(str(error).split())[:200]}; "
-                f"expected all-linear or names among {', '.join(_linear_names(base))}"
-            ) from error
+        self.model = add_lora(base, lora, path, sharded=sharded)
         if adapter:
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"
-        if sharded and self._reference_adapter:
-            raise ConfigError("policy.reference=adapter has no sharded form yet; use policy.reference=base")
         if self._reference_adapter:
             self.model.add_adapter(_REFERENCE, lora)
             set_peft_model_state_dict(self.model, self.adapter_state(), adapter_name=_REFERENCE)
@@ -178,15 +134,7 @@ class Policy(nn.Module):
         Raises:
             ConfigError: it is not there.
         """
-        folder = Path(resolve(self.path))
-        if folder.is_dir():
-            return folder
-        from huggingface_hub import snapshot_download
-
-        try:
-            return Path(snapshot_download(self.path, revision=self.revision, local_files_only=True))
-        except OSError as error:
-            raise ConfigError(f"policy.path={self.path!r} is not in the local cache: {error}") from error
+        return weights_folder(self.path, self.revision)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """LoRA weights under PEFT's file names."""
@@ -244,39 +192,9 @@ class Policy(nn.Module):
         """Load weights from a PEFT folder into the trainable adapter.
 
         Raises:
-            AdapterError: files are missing, or keys or shapes differ from this base model's adapter.
+            AdapterError: files are missing, or keys, shapes or options differ from this policy's adapter.
         """
-        if missing := [name for name in _ADAPTER_FILES if not (folder / name).is_file()]:
-            raise AdapterError(f"{folder} is not a PEFT adapter: {', '.join(missing)} not found")
-        try:
-            saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            state = load_file(folder / "adapter_model.safetensors")
-        except (ValueError, SafetensorError) as error:
-            raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from None
-        rank, own = saved.get("r"), self.adapter_state()
-        wrong = {k for k in state.keys() & own.keys() if state[k].shape != own[k].shape}
-        if state.keys() != own.keys() or wrong:
-            odd = sorted(state.keys() ^ own.keys() | wrong)
-            example = odd[0]
-            shapes = f"{_shape(state.get(example))} in the file, {_shape(own.get(example))} here"
-            raise AdapterError(
-                f"the adapter in {folder} (rank {rank}) does not fit {self.path}: {len(odd)} tensors differ, e.g. "
-                f"{example} is {shapes}; use the base model, rank and target modules that it was trained with"
-            )
-        mine = self.model.peft_config[_TRAINED]
-        for name in ("lora_alpha", "use_rslora", "use_dora"):  # shapes do not show these, results do
-            if name in saved and saved[name] != getattr(mine, name):
-                option = " (policy.alpha)" if name == "lora_alpha" else ""
-                raise AdapterError(
-                    f"the adapter in {folder} has {name}={saved[name]}, this policy {getattr(mine, name)}{option}: its "
-                    "weights would mean something else; set it to what it was trained with"
-                )
-        base = str(saved.get("base_model_name_or_path") or "")
-        if base and Path(base).name != Path(str(mine.base_model_name_or_path)).name:
-            log.warning(
-                "the adapter in %s was trained on %s, and policy.path is %s: are they the same model?",
-                folder, base, self.path,
-            )  # fmt: skip
+        state = read_adapter(folder, self.adapter_state(), self.model.peft_config[_TRAINED], self.path)
         if is_sharded(self.model):
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
@@ -284,37 +202,3 @@ class Policy(nn.Module):
                         parameter.copy_(like(state[name.replace(f".{_TRAINED}.", ".")], parameter))
             return
         set_peft_model_state_dict(self.model, state)
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all linear layers: what LoRA targets are called."""
-    return sorted({name.rsplit(".", 1)[-1] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else str(tuple(tensor.shape))
-
-
-def _without_weights(folder: str, dtype: str, options: dict[str, Any]) -> Any:
-    """The model's structure, with buffers and without the memory of its parameters."""
-    config = AutoConfig.from_pretrained(folder, **options)
-    config = config.get_text_config()
-    with on_meta():
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=getattr(torch, dtype), trust_remote_code=options["trust_remote_code"]
-        )
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """No progress bars and no generic advice while weights load; errors still raise."""
-    from transformers.utils import logging as hf_logging
-
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

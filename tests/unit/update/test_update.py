@@ -290,10 +290,10 @@ def test_bad_options_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             UpdateOptions(**options)  # type: ignore[arg-type]
     for options, message in (
-        ({"dtype": "float99"}, "policy.dtype is 'float99'; expected float32, bfloat16, float16"),
+        ({"dtype": "float99"}, "policy.dtype is 'float99'; expected float32, bfloat16 or float16"),
         ({"dtype": "int8"}, "policy.dtype is 'int8'"),
         ({"rank": 0}, "policy.rank is 0; expected an integer ≥ 1"),
-        ({"dropout": 1.0}, "policy.dropout is 1.0; expected a number below 1"),
+        ({"dropout": 1.0}, "policy.dropout is 1.0; expected a number ≥ 0 and < 1"),
         ({"targets": "nope"}, r"policy.targets is 'nope', which fits no layer of .*names among .*q_proj"),
     ):
         with pytest.raises(ConfigError, match=message):
