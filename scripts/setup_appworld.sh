@@ -18,6 +18,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 lock="$root/scripts/appworld.lock"
 inside="$root/draco/env/appworld/inside"
+mini="$root/tests/support/appworld_mini.py"
 venv="$root/.venv-appworld" data='' into='' python=''
 
 fail() { echo "error: $*" >&2; exit 1; }
@@ -71,7 +72,9 @@ esac
 if [ -n "$data" ]; then
     case "$into" in /*) ;; *) into="$PWD/$into" ;; esac
     case "$into" in *memory*) fail "--into $into: no path may hold the word 'memory' (AppWorld takes it for a database in memory)" ;; esac
-    version="$data $wanted $(cat "$inside/mini.py" "$inside/roots.py" | sha256sum | cut -d' ' -f1)"
+    builders=("$inside/data_roots.py")
+    if [ "$data" = mini ]; then builders+=("$mini"); fi
+    version="$data $wanted $(cat "${builders[@]}" | sha256sum | cut -d' ' -f1)"
     if [ "$(cat "$into/.draco-data" 2>/dev/null)" = "$version" ]; then
         echo "data: $into is up to date"
     else
@@ -81,7 +84,7 @@ if [ -n "$data" ]; then
         case "$data" in
             mini)
                 echo "data: building nine miniature tasks ..."
-                APPWORLD_ROOT="$work" "$venv/bin/python" "$inside/mini.py" "$work" >/dev/null ;;
+                APPWORLD_ROOT="$work" "$venv/bin/python" -P "$mini" "$work" >/dev/null ;;
             download)
                 echo "data: downloading AppWorld's tasks (193 MB) ..."
                 APPWORLD_ROOT="$work" "$venv/bin/appworld" download data --root "$work" ||
@@ -89,7 +92,7 @@ if [ -n "$data" ]; then
             *) source="$data" ;;
         esac
         echo "data: writing $into (full for the evaluator, rollout without any ground truth) ..."
-        "$venv/bin/python" -I "$inside/roots.py" "$source" "$into"
+        "$venv/bin/python" -I "$inside/data_roots.py" "$source" "$into"
         echo "$version" > "$into/.draco-data"
     fi
 fi

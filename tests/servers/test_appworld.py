@@ -34,7 +34,7 @@ from draco.core.types import Task
 from draco.env.appworld import AppWorldEnvironment, AppWorldEvaluator
 from draco.env.appworld.environment import AppWorldEpisode, unpack_state
 from draco.env.appworld.faults import WorkerDied
-from draco.env.appworld.inside import server as inside
+from draco.env.appworld.inside.state import restore
 from draco.env.records import EvalRecord
 from draco.env.success import leaderboard, summarise
 from draco.run.archive import read_calls, read_table
@@ -58,9 +58,9 @@ def environment() -> Iterator[AppWorldEnvironment]:
 
 
 @pytest.fixture(scope="module")
-def unguarded() -> Iterator[AppWorldEnvironment]:
-    """No syntax guard, ours or AppWorld's: what is left is the cage."""
-    made = AppWorldEnvironment(PYTHON, DATA, guard=False, soft_s=20, execute_s=30, open_s=600, memory_mb=400)
+def unchecked() -> Iterator[AppWorldEnvironment]:
+    """No check of code, ours or AppWorld's: what is left is the sandbox."""
+    made = AppWorldEnvironment(PYTHON, DATA, check_code=False, soft_s=20, execute_s=30, open_s=600, memory_mb=400)
     yield made
     made.close()
 
@@ -156,7 +156,7 @@ def test_tgc_and_sgc_are_appworlds(
     for task_id, state in states.items():
         dbs = root / "experiments" / "outputs" / "x" / "tasks" / task_id / "dbs"
         dbs.mkdir(parents=True)
-        inside.restore(unpack_state(state)["dbs"], dbs, root, task_id)
+        restore(unpack_state(state)["dbs"], dbs, root, task_id)
     program = (
         "import json, sys; from appworld.evaluator import Metric, evaluate_tasks\n"
         f"found = evaluate_tasks({TASKS!r}, 'x', save_reports=False)\n"
@@ -230,14 +230,14 @@ def test_nine_tasks_of_six_with_one_of_each_kind_of_trouble(
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_without_the_guard_trouble_stays_in_its_episode(
-    unguarded: AppWorldEnvironment, evaluator: AppWorldEvaluator, name: str
+def test_without_the_check_trouble_stays_in_its_episode(
+    unchecked: AppWorldEnvironment, evaluator: AppWorldEvaluator, name: str
 ) -> None:
     """Beside each hostile episode another one works on, before and after."""
 
     async def both() -> tuple[Any, tuple[list[str], str]]:
-        good = unguarded.open(task_of(unguarded, TASKS[0]), seed=0)
-        bad = unguarded.open(task_of(unguarded, TASKS[0]), seed=1)
+        good = unchecked.open(task_of(unchecked, TASKS[0]), seed=0)
+        bad = unchecked.open(task_of(unchecked, TASKS[0]), seed=1)
         try:
             await good.act(["x = 1"])
             hostile = asyncio.create_task(bad.act([HOSTILE[name]]))
@@ -256,7 +256,7 @@ def test_without_the_guard_trouble_stays_in_its_episode(
 
     (reply, state), (seen, good_state) = on_loop(both())
     assert seen == ["all done"]
-    task = task_of(unguarded, TASKS[0])
+    task = task_of(unchecked, TASKS[0])
     assert evaluator.evaluate(task, good_state).success is True
     assert evaluator.evaluate(task, state).success is False  # and what the hostile one left can be scored
     (shown,) = reply.observations
@@ -317,7 +317,7 @@ FULL = str(Path(DATA).absolute() / "full" / "data")
 
 @pytest.mark.parametrize("name", sorted(routes("")))
 def test_no_route_leads_to_an_answer(environment: AppWorldEnvironment, name: str) -> None:
-    """With the guard: refused in words, or an error."""
+    """With the check of code: refused in words, or an error."""
     seen, _ = run(environment, TASKS[0], routes(FULL)[name], "print('still here')")
     assert seen[0].startswith(("Execution refused", "Execution failed", "Syntax")), seen[0]
     assert seen[1] == "still here"
@@ -333,9 +333,9 @@ def test_no_line_is_a_magic(environment: AppWorldEnvironment) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(routes("")))
-def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldEnvironment, name: str) -> None:
+def test_no_route_leads_to_an_answer_even_without_the_check(unchecked: AppWorldEnvironment, name: str) -> None:
     """Without it the kernel says no: whatever an agent finds in Python, the files are not there for it."""
-    seen, _ = run(unguarded, TASKS[0], routes(FULL)[name])
+    seen, _ = run(unchecked, TASKS[0], routes(FULL)[name])
     shown = seen[0]
     for canary in ("no_op_fail", "def evaluate", "answer.json'", "test_data.json", "connected", "killed", "nora.quill"):
         assert canary not in shown.split("Traceback")[0], shown
@@ -346,7 +346,7 @@ def test_no_route_leads_to_an_answer_even_without_the_guard(unguarded: AppWorldE
 
 
 def test_what_a_format_string_reaches_is_no_answer(environment: AppWorldEnvironment) -> None:
-    """It passes the guard, which reads code and no strings; what it can show is the process, which holds no answers."""
+    """It passes the check, which reads code and no strings; what it can show is the process, which holds no answers."""
     program = "print('{0.__class__.__init__.__globals__}'.format(apis))\nprint('{0.__class__.__dict__}'.format(print))"
     seen, _ = run(environment, TASKS[0], program)
     for canary in ("no_op_fail", "def evaluate", "test_data", "ground_truth_answer", FULL):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from support import appworld_mini as mini
 from support.echo import type_out
 
-from draco.env.appworld.inside import mini
 from draco.rollout.engines import Engine
 from draco.rollout.rollout import Rollout
 

@@ -48,7 +48,7 @@ class ServerOptions:
     start_s: float = 300.0  #: to import and warm up
     limits: Limits = field(default_factory=Limits)
     require: tuple[str, ...] = ()  #: layers of isolation without which nothing runs
-    guard: bool = True  #: refuse unsafe code by its syntax; off only in tests of what lies behind it
+    check_code: bool = True  #: refuse unsafe code by its syntax; off only in tests of the sandbox behind it
     server: str = str(SERVER)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from draco.core.errors import ConfigError
 from draco.core.types import Task
-from draco.env.appworld.inside.roots import INDEX
+from draco.env.appworld.inside.data_roots import INDEX
 
 __all__ = ["SETUP", "Roots"]
 

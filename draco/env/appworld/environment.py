@@ -22,7 +22,7 @@ from draco.core.types import Message, Task
 from draco.env.appworld.client import SERVER, ForkServer, Limits, ServerOptions
 from draco.env.appworld.data import SETUP, Roots
 from draco.env.appworld.faults import AppWorldFault
-from draco.env.appworld.inside import cage
+from draco.env.appworld.inside import sandbox
 from draco.env.appworld.pool import Pool, Slot
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
@@ -44,12 +44,12 @@ def _require(python: str, isolation: str) -> tuple[str, ...]:
         raise ConfigError(f"env.isolation is {isolation!r}; expected strict or auto")
     if shutil.which(python) is None:
         raise ConfigError(f"env.python={python}: no interpreter there; run scripts/setup_appworld.sh")
-    missing = [layer for layer in _REQUIRED if layer not in cage.available()]
+    missing = [layer for layer in _REQUIRED if layer not in sandbox.available()]
     if missing and isolation == "strict":
         raise ConfigError(
             f"this machine's kernel has no {', '.join(missing)}, which keeps an agent's code away from answers, other "
             "processes and the network; use another machine, or env.isolation=auto to go on with a syntax check and "
-            f"{', '.join(layer for layer in cage.available())} alone"
+            f"{', '.join(layer for layer in sandbox.available())} alone"
         )
     if missing:
         log.warning("env.isolation=auto: episodes run without %s", ", ".join(missing))
@@ -179,7 +179,7 @@ class AppWorldEnvironment(Environment):
         memory_mb: int = 1024,
         cpu_s: int = 900,
         isolation: str = "strict",
-        guard: bool = True,
+        check_code: bool = True,
         server: str = str(SERVER),
     ) -> None:
         required = _require(python, isolation)
@@ -193,7 +193,7 @@ class AppWorldEnvironment(Environment):
         self._options = ServerOptions(
             python=python, data=str(self.roots.rollout), role="rollout", soft_s=soft_s, start_s=start_s,
             limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=required,
-            guard=guard, server=server,
+            check_code=check_code, server=server,
         )  # fmt: skip
         self.places = places
         self._pool_options = {

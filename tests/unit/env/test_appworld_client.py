@@ -1,4 +1,4 @@
-"""AppWorld without AppWorld: protocol faults against a pretending server, the guard, prompts, roots, configurations."""
+"""AppWorld without AppWorld: protocol faults against a pretending server, check of code, prompts, roots, configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from support import appworld_fake
+from support import appworld_fake, appworld_mini
 from support.configuration import configuration
 from support.templates import template
 from transformers import AutoTokenizer
@@ -41,7 +41,7 @@ from draco.env.appworld.faults import (
     UnknownTask,
     WorkerDied,
 )  # fmt: skip
-from draco.env.appworld.inside import guard, roots
+from draco.env.appworld.inside import code_check, data_roots
 from draco.env.appworld.inside import server as inside
 from draco.env.appworld.pool import Pool
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
@@ -56,7 +56,7 @@ from draco.run.train import build
 from draco.update.options import LossOptions
 
 FAKE = appworld_fake.__file__
-INSIDE = Path(roots.__file__).parent
+INSIDE = Path(data_roots.__file__).parent
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def data(tmp_path: Path) -> Path:
     (source / "data/tasks/s1_1/ground_truth/answer.json").write_text('"canary-answer"')
     (source / "data/tasks/s1_1/ground_truth/metadata.json").write_text('{"difficulty": 3}')
     (source / "data/datasets/train.txt").write_text("s1_1\n")
-    assert roots.build(source, tmp_path / "aw") == {"train": 1}
+    assert data_roots.build(source, tmp_path / "aw") == {"train": 1}
     return tmp_path / "aw"
 
 
@@ -369,10 +369,10 @@ def test_a_root_without_answers_is_refused_by_the_evaluator(data: Path) -> None:
         AppWorldEvaluator(sys.executable, str(data))
 
 
-def test_a_machine_without_a_cage_is_refused_at_once(
+def test_a_machine_without_a_sandbox_is_refused_at_once(
     data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("draco.env.appworld.inside.cage.available", lambda: ["limits", "seccomp"])
+    monkeypatch.setattr("draco.env.appworld.inside.sandbox.available", lambda: ["limits", "seccomp"])
     with pytest.raises(ConfigError, match=r"has no landlock, .* env\.isolation=auto"):
         AppWorldEnvironment(sys.executable, str(data))
     AppWorldEnvironment(sys.executable, str(data), isolation="auto")
@@ -414,12 +414,12 @@ def test_a_process_that_is_closed_in_the_round_in_which_it_speaks_is_not_heard(t
 
 def test_roots_refuse_what_appworld_cannot_use(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory"):
-        roots.build(tmp_path, tmp_path / "memory" / "x")
+        data_roots.build(tmp_path, tmp_path / "memory" / "x")
     with pytest.raises(FileNotFoundError, match="holds no tasks/"):
-        roots.build(tmp_path, tmp_path / "x")
+        data_roots.build(tmp_path, tmp_path / "x")
 
 
-# --- the guard: words for the agent ---
+# --- the check of code: words for the agent ---
 
 REFUSED = r"""
 import os
@@ -476,22 +476,22 @@ pendulum.now().add(days=1)
 
 @pytest.mark.parametrize("code", REFUSED)
 def test_refused(code: str) -> None:
-    assert guard.refusal(code.replace("\\n", "\n")), code
+    assert code_check.refusal(code.replace("\\n", "\n")), code
 
 
 @pytest.mark.parametrize("code", ALLOWED)
 def test_allowed(code: str) -> None:
-    assert guard.refusal(code.replace("\\n", "\n")) == ""
+    assert code_check.refusal(code.replace("\\n", "\n")) == ""
 
 
 @given(st.text())
-def test_the_guard_answers_whatever_it_is_given(code: str) -> None:
-    assert isinstance(guard.refusal(code), str)
+def test_the_check_answers_whatever_it_is_given(code: str) -> None:
+    assert isinstance(code_check.refusal(code), str)
 
 
-def test_the_guard_survives_monsters() -> None:
+def test_the_check_survives_monsters() -> None:
     for code in ("(" * 100_000, "-" * 100_000 + "1", "x" + ".a" * 50_000, "[" * 5000 + "]" * 5000):
-        assert isinstance(guard.refusal(code), str)
+        assert isinstance(code_check.refusal(code), str)
 
 
 # --- prompt ---
@@ -633,7 +633,7 @@ def test_the_setup_script_explains_itself_and_refuses_nonsense(tmp_path: Path) -
     assert (wrong.returncode, "unknown argument --dta" in wrong.stderr) == (1, True)
 
 
-@pytest.mark.parametrize("program", sorted(INSIDE.glob("*.py")))
+@pytest.mark.parametrize("program", [*sorted(INSIDE.glob("*.py")), Path(appworld_mini.__file__)])
 def test_what_runs_inside_appworld_imports_nothing_of_draco(program: Path) -> None:
     assert "import draco" not in program.read_text()
     assert "from draco" not in program.read_text()

@@ -1,6 +1,6 @@
 """Builds a miniature AppWorld data root: 9 tasks, 3 scenarios of 3, one of each difficulty. Our own tasks and people.
 
-Runs inside AppWorld's environment (`.venv-appworld/bin/python mini.py ROOT`) on AppWorld's own classes, so what it writes
+Runs inside AppWorld's environment (`.venv-appworld/bin/python -P appworld_mini.py ROOT`) on AppWorld's own classes, so what it writes
 is derived from AppWorld: it is generated where it is needed and never committed or published. Every split names the same
 nine tasks: the set tests the machinery and says nothing about generalisation.
 """

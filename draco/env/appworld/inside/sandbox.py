@@ -1,9 +1,11 @@
-"""What the kernel lets an episode's process do: compute, read the blind data and write its output, no more.
+"""What the kernel lets an episode's process do: compute, read the data without answers, write its output, no more.
 
 Standard library alone; Linux on x86_64 or aarch64. Four layers, applied once after the fork and inherited by threads:
-resource limits, no capabilities, Landlock (which files exist at all), seccomp (no new process, no program, no network,
-no signal to anybody else). None needs privileges. `confine` says which layers it could apply; where the kernel lacks
-one, the caller decides whether that is acceptable.
+resource limits, no capabilities, Landlock (which files can be reached), seccomp (no new process, no program, no
+network, no signal to another process). None needs privileges. `confine` says which layers it could apply; where the
+kernel lacks one, the caller decides whether that is acceptable.
+
+No library: pyseccomp needs the C library libseccomp on every machine, and there is no kept one for Landlock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What an agent's code may not say: refused from its syntax tree before a line of it runs. Standard library alone.
+"""Checks the syntax tree of an agent's code before any of it runs. Standard library alone.
 
-This is the first wall, and the one that answers in words the agent can use; `cage` is the second and does not depend on
-it. Refused: imports outside a list, names that lead to files, code or the interpreter, dunder attributes, attributes
-that hand out modules or frames, and attribute access by computed name.
+This is the first of two barriers, and its refusals tell the agent why. The second, `sandbox`, does not depend on it.
+Refused are imports outside a list, names that lead to files, code or the interpreter, dunder attributes, attributes
+that return modules or frames, and access to an attribute by a computed name.
 """
 
 from __future__ import annotations
@@ -12,116 +12,24 @@ import ast
 __all__ = ["MODULES", "refusal"]
 
 #: what an agent may import
-MODULES = frozenset(
-    [
-        "array",
-        "bisect",
-        "calendar",
-        "collections",
-        "contextlib",
-        "copy",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "difflib",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "numbers",
-        "operator",
-        "pendulum",
-        "pprint",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "textwrap",
-        "time",
-        "typing",
-        "unicodedata",
-        "uuid",
-    ]
-)
-_NAMES = frozenset(
-    [
-        "ApiCollection",
-        "Requester",
-        "requester",
-        "open",
-        "exec",
-        "eval",
-        "compile",
-        "globals",
-        "locals",
-        "vars",
-        "breakpoint",
-        "input",
-        "exit",
-        "quit",
-        "get_ipython",
-        "builtins",
-        "memoryview",
-        "help",
-        "copyright",
-        "credits",
-        "license",
-        "In",
-        "Out",
-    ]
-)
-_ATTRIBUTES = frozenset(
-    [
-        "os",
-        "sys",
-        "posix",
-        "subprocess",
-        "socket",
-        "pathlib",
-        "importlib",
-        "builtins",
-        "codecs",
-        "io",
-        "ctypes",
-        "shutil",
-        "gc",
-        "inspect",
-        "signal",
-        "threading",
-        "modules",
-        "linecache",
-        "tokenize",
-        "warnings",
-        "weakref",
-        "types",
-        "ast",
-        "dis",
-        "attrgetter",
-        "methodcaller",
-        "mro",
-        "tb_frame",
-        "tb_next",
-        "f_back",
-        "f_globals",
-        "f_locals",
-        "f_builtins",
-        "f_code",
-        "gi_frame",
-        "gi_code",
-        "cr_frame",
-        "cr_code",
-        "ag_frame",
-        "ag_code",
-        "func_globals",
-        "get_ipython",
-        "run_cell",
-        "run_line_magic",
-        "run_cell_magic",
-    ]
-)
+MODULES = frozenset({
+    "array", "bisect", "calendar", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
+    "difflib", "enum", "fractions", "functools", "heapq", "itertools", "json", "math", "numbers", "operator",
+    "pendulum", "pprint", "random", "re", "statistics", "string", "textwrap", "time", "typing", "unicodedata",
+    "uuid",
+})  # fmt: skip
+_NAMES = frozenset({
+    "ApiCollection", "Requester", "requester", "open", "exec", "eval", "compile", "globals", "locals", "vars",
+    "breakpoint", "input", "exit", "quit", "get_ipython", "builtins", "memoryview", "help", "copyright", "credits",
+    "license", "In", "Out",
+})  # fmt: skip
+_ATTRIBUTES = frozenset({
+    "os", "sys", "posix", "subprocess", "socket", "pathlib", "importlib", "builtins", "codecs", "io", "ctypes",
+    "shutil", "gc", "inspect", "signal", "threading", "modules", "linecache", "tokenize", "warnings", "weakref",
+    "types", "ast", "dis", "attrgetter", "methodcaller", "mro", "tb_frame", "tb_next", "f_back", "f_globals",
+    "f_locals", "f_builtins", "f_code", "gi_frame", "gi_code", "cr_frame", "cr_code", "ag_frame", "ag_code",
+    "func_globals", "get_ipython", "run_cell", "run_line_magic", "run_cell_magic",
+})  # fmt: skip
 _BY_NAME = frozenset(("getattr", "setattr", "delattr"))
 #: underscore attributes that agents write and that lead nowhere
 _HARMLESS = frozenset(("__init__", "__name__", "_asdict", "_replace"))

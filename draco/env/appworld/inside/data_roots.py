@@ -1,6 +1,6 @@
 """Makes the two data roots that draco uses out of one AppWorld root. Standard library alone.
 
-    python roots.py SOURCE TARGET
+    python data_roots.py SOURCE TARGET
 
 TARGET/full     everything, readable by this user alone: for the evaluator
 TARGET/rollout  the same without any `ground_truth`: all that a rollout can ever reach
