@@ -1,4 +1,4 @@
-"""AppWorld without AppWorld: protocol faults against a pretending server, check of code, prompts, roots, configurations."""
+"""AppWorld without AppWorld: protocol faults against a pretending server, check of code, prompts, roots, options."""
 
 from __future__ import annotations
 
