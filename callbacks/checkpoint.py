@@ -62,7 +62,7 @@ class Checkpoints(Callback):
         self._wall_before = state["wall_s"]
         saved = checkpoint.read_stages(self.resume)
         own = saved[rank()] if len(saved) == world_size() else _united(saved)
-        for stage in (pl_module.rollout, pl_module.rubric, pl_module.credit):
+        for stage in pl_module.stages:
             stage.load_state_dict(own.get(type(stage).__name__, {}))
         # Evaluations come at multiples of eval.every over the whole run, not from here on.
         trainer.fit_loop.epoch_loop.batch_progress.total.ready = state["step"]
@@ -101,14 +101,13 @@ class Checkpoints(Callback):
     def _take(self, trainer: Trainer, module: GRPOModule) -> None:
         """What the checkpoint of this step will hold besides weights and optimizer."""
         loader: Any = trainer.train_dataloader
-        stages = (module.rollout, module.rubric, module.credit)
         state = {
             "bad_steps": module.bad_steps,
             "world_size": trainer.world_size,
             "tasks": checkpoint.digest(loader.tasks),
             "wall_s": round(self._wall_before + time.time() - self._started, 1),
             "loader": {**loader.state_dict(), "position": module.batches_done},
-            "stages": {type(s).__name__: s.state_dict() for s in stages},
+            "stages": {type(s).__name__: s.state_dict() for s in module.stages},
         }
         _, *others = gather((state["stages"], checkpoint.rng_state())) if world_size() > 1 else (None,)
         self._taken = (module.batches_done, state, checkpoint.rng_state(), others)

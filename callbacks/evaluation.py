@@ -8,9 +8,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
+from draco.core.files import write_json
 from draco.env.success import summarise
 from draco.module import GRPOModule
-from draco.run.summary import evaluation_file, evaluation_metrics, write_json
+from draco.run.summary import evaluation_file, evaluation_metrics
 
 __all__ = ["Evaluations"]
 

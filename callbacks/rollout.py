@@ -1,8 +1,10 @@
 """Rollouts: G episodes a task, sampled by an engine.
 
 Every trajectory draws from its own generator, keyed by (seed, purpose, step, task, sample), so results do not depend on
-batch layout or arrival order, and a restart needs to keep nothing. With `staleness` 1 the batch after a restart is
-sampled by the weights that it updates, as the first one of a run is: the weights before them are gone.
+batch layout or arrival order, and a restart needs to keep nothing.
+
+With `engine.staleness=1` the next batch starts before this one is judged and trained: it is sampled with the weights of
+now. The first batch of a run, and the first after a restart, is sampled with the weights that it updates.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from draco.policy.policy import Policy
 from draco.rollout.engines.base import Engine
 from draco.rollout.loop import Limits
 from draco.rollout.rollout import STEP_KINDS, Rollout, sampling_seed
-from draco.stages import RolloutStage
+from draco.stages import RolloutStage, RunContext, Taken
 
 __all__ = ["AgentRollout"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A batch on its way."""
+class _Started:
+    """A batch whose episodes are open and on their way."""
 
     batch: TaskBatch
     finished: dict[int, list[Trajectory]]  #: by task
@@ -59,29 +61,59 @@ class AgentRollout(RolloutStage):
             raise ConfigError(f"env.step is {step_kind!r}; expected one of {', '.join(STEP_KINDS)}")
         self.environment, self.engine, self.limits = environment, engine, limits
         self.seed, self.step_kind = seed, step_kind
-        self.max_mismatch, self.rests, self.staleness = engine.max_mismatch, engine.rests, engine.staleness
+        self.max_mismatch, self.rests = engine.max_mismatch, engine.rests
+        self._context = RunContext()
         self._groups: list[Group] = []
         self._seconds = 0.0  #: waited for rollouts
-        self._rolling = 0.0  #: from the beginning of the batch to its last end
-        self._ahead: _Begun | None = None
+        self._rolling = 0.0  #: from the start of the batch to its last end
+        self._ahead: _Started | None = None
 
-    def begin(self, policy: Policy, batch: TaskBatch) -> None:
-        started = time.perf_counter()
-        self._ahead = self._begin(policy, batch, self.engine.begin)
-        self._seconds += time.perf_counter() - started
+    # --- life cycle -------------------------------------------------------------------------------------------------
+
+    def open(self, context: RunContext) -> None:
+        self._context = context
+
+    def check(self) -> None:
+        """Open one episode, and look for what the engine needs."""
+        self.environment.check()
+        self.engine.check()
+
+    def ready(self, policy: Policy) -> None:
+        assert self._context.folder is not None, "rollouts need a folder for logs and adapters of servers"
+        self.engine.open(policy, self._context.folder, temperature=self._context.temperature)
+
+    def rest(self) -> None:
+        self.engine.rest()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.environment.close()
+
+    # --- a batch ----------------------------------------------------------------------------------------------------
 
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         self._groups, self._seconds, self._rolling = [], 0.0, 0.0
+        groups = self._finish(policy, batch)
+        if self.engine.staleness and batch.purpose == "train":
+            groups = iter(list(groups))
+            started = time.perf_counter()
+            assert self._context.next_batch is not None, "engine.staleness=1 needs an open run"
+            self._ahead = self._start(policy, self._context.next_batch(batch), self.engine.begin)
+            self._seconds += time.perf_counter() - started
+        yield from groups
+
+    def _finish(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
+        """The groups of a batch as they are complete. It may have been started during the batch before."""
         started = time.perf_counter()
         ahead = self._ahead if self._ahead is not None and self._ahead.batch == batch else None
-        if ahead is not None:  # not in an evaluation that comes between
+        if ahead is not None:  # an evaluation that comes between leaves it on its way
             self._ahead = None
-        begun = ahead or self._begin(policy, batch, self.engine.run)
-        finished = begun.finished
+        running = ahead or self._start(policy, batch, self.engine.run)
+        finished = running.finished
         ready = [i for i, done in finished.items() if len(done) == batch.group_size]
         for index in ready:
             yield self._group(batch, index, finished[index])
-        for rollout in begun.ended:
+        for rollout in running.ended:
             done = finished[rollout.group_index]
             done.append(rollout.trajectory())
             if len(done) == batch.group_size:
@@ -89,26 +121,23 @@ class AgentRollout(RolloutStage):
                 yield self._group(batch, rollout.group_index, done)
                 started = time.perf_counter()
         self._seconds += time.perf_counter() - started
-        last = max((r.ended for r in begun.rollouts if r.ended is not None), default=begun.since)
-        self._rolling = last - begun.since if ahead else self._seconds
+        last = max((r.ended for r in running.rollouts if r.ended is not None), default=running.since)
+        self._rolling = last - running.since if ahead else self._seconds
 
-    def _begin(self, policy: Policy, batch: TaskBatch, drive: Callable[..., Iterator[Rollout]]) -> _Begun:
+    def _start(self, policy: Policy, batch: TaskBatch, drive: Callable[..., Iterator[Rollout]]) -> _Started:
         finished: dict[int, list[Trajectory]] = {i: [] for i in range(len(batch.tasks))}
         rollouts: list[Rollout] = []
         for index, task in enumerate(batch.tasks):
             for sample in range(batch.group_size):
-                opened = self._open(policy, batch, task, index, sample)
+                opened = self._episode(policy, batch, task, index, sample)
                 if isinstance(opened, Rollout):
                     rollouts.append(opened)
                 else:
                     finished[index].append(opened)
         ended = drive(policy, rollouts, temperature=batch.temperature)
-        return _Begun(batch, finished, rollouts, ended, time.monotonic())
+        return _Started(batch, finished, rollouts, ended, time.monotonic())
 
-    def rest(self) -> None:
-        self.engine.rest()
-
-    def _open(self, policy: Policy, batch: TaskBatch, task: Task, index: int, sample: int) -> Rollout | Trajectory:
+    def _episode(self, policy: Policy, batch: TaskBatch, task: Task, index: int, sample: int) -> Rollout | Trajectory:
         """A running rollout, or a quarantined trajectory if the environment could not open the task."""
         seed = sampling_seed(self.seed, batch.purpose, batch.step, task.id, sample)
         try:
@@ -136,16 +165,12 @@ class AgentRollout(RolloutStage):
         self._groups.append(group)
         return group
 
-    def take_groups(self) -> list[Group]:
-        groups, self._groups = sorted(self._groups, key=lambda g: g.index), []
-        return groups
-
-    def take_metrics(self) -> dict[str, float]:
+    def take(self) -> Taken:
         trajectories = [t for g in self._groups for t in g.trajectories]
         count = max(len(trajectories), 1)
         kinds = Counter(t.termination for t in trajectories)
         response = sum(len(t.token_ids) - t.prompt_tokens for t in trajectories)
-        return self.engine.take_metrics() | {
+        metrics = self.engine.take_metrics() | {
             "rollout/count": float(len(trajectories)),
             "rollout/turns": sum(t.steps[-1].turn for t in trajectories if t.steps) / count,
             "rollout/steps": sum(len(t.steps) for t in trajectories) / count,
@@ -155,3 +180,5 @@ class AgentRollout(RolloutStage):
             "time/rollout_s": self._seconds,
             "rollout/tokens_per_s": response / self._rolling if self._rolling else 0.0,
         }
+        groups, self._groups = sorted(self._groups, key=lambda g: g.index), []
+        return Taken(metrics, groups)

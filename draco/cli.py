@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from draco.core.errors import ConfigError, DracoError, TrainingStopped
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
 
 __all__ = ["main"]
@@ -140,7 +142,7 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     launch_processes(config, overrides, sweeping=sweeping)  # does not return where the trainer wants several
     go_on = f"go on with: python train.py resume={config.run}"
     try:
-        summary = train(config, started, Path(output_dir))
+        summary = train(config, started, Path(output_dir), report=_write_report)
     except Interrupted as stop:
         log.warning("%s: stopped; %s", stop, go_on)
         raise SystemExit(stop.status) from None
@@ -156,6 +158,14 @@ def _job(config: DictConfig, overrides: list[str], output_dir: str, sweeping: bo
     if summary:
         closing_table(summary, Console())
     return summary
+
+
+def _write_report(run: Path) -> None:
+    from draco.run.numbers import archive_numbers
+    from draco.study.page import write_page
+    from draco.study.runs import open_run
+
+    write_page(open_run(run), archive_numbers(run))
 
 
 def _escape(text: str) -> str:

@@ -25,8 +25,7 @@ from draco.policy.attention import pack_attention
 from draco.policy.policy import Policy
 from draco.policy.sharding import ShardedStrategy, call_with_head, full, gathered, is_sharded, shard
 from draco.policy.structure import check_head, output_head
-from draco.run.loader import TaskLoader
-from draco.stages import CreditStage, RolloutStage, RubricStage, find_stage
+from draco.stages import Stages
 from draco.update.gradients import Totals, Worker
 from draco.update.metrics import credit_metrics, loss_metrics, merge_metrics
 from draco.update.options import LossOptions, UpdateOptions
@@ -52,6 +51,7 @@ class GRPOModule(LightningModule):
 
     Args:
         policy: builds the policy (weights load in `configure_model`, so that bad configurations fail before).
+        stages: rollout, rubric and credit; they are among the trainer's callbacks, too.
         optimizer: takes the trainable parameters.
         loss, update: options above.
         temperature: at which rollouts were sampled and log-probs are taken.
@@ -63,6 +63,7 @@ class GRPOModule(LightningModule):
         self,
         policy: Callable[[], Policy],
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        stages: Stages,
         *,
         loss: LossOptions | None = None,
         update: UpdateOptions | None = None,
@@ -74,6 +75,7 @@ class GRPOModule(LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False
         self._make_policy, self._make_optimizer = policy, optimizer
+        self.rollout, self.rubric, self.credit = self.stages = stages
         self.loss_options, self.update_options = loss or LossOptions(), update or UpdateOptions()
         self.temperature, self.evaluator = temperature, evaluator
         self.gather_for_rollouts = gather_for_rollouts
@@ -112,18 +114,13 @@ class GRPOModule(LightningModule):
             self.policy.train()
 
     def setup(self, stage: str) -> None:
-        """Find the stages among the callbacks, by kind."""
+        """Refuse strategies that would sum gradients differently."""
         strategy = self.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy):
             raise ConfigError(
                 f"trainer.strategy is {type(strategy).__name__}; the update sums gradients by itself and knows one "
                 "device, ddp (trainer=ddp) and FSDP2 (trainer=fsdp)"
             )
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        self.rollout = find_stage(callbacks, RolloutStage)  # type: ignore[type-abstract]
-        self.rubric = find_stage(callbacks, RubricStage)  # type: ignore[type-abstract]
-        self.credit = find_stage(callbacks, CreditStage)  # type: ignore[type-abstract]
-        self.rubric.needs_citations = self.credit.needs_citations
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """The adapter's parameters, in a fixed order."""
@@ -144,28 +141,21 @@ class GRPOModule(LightningModule):
 
     def training_step(self, batch: TaskBatch, batch_idx: int) -> None:
         self.record = StepRecord(batch.step)
-        groups: Iterable[Group] = self.rollout.generate(self.policy, batch)
-        if self.rollout.staleness:  # begun a step ago, by the weights before these; the next batch is, by these
-            groups = list(groups)
-            self.rollout.begin(self.policy, self._after(batch))
+        groups = self.rollout.generate(self.policy, batch)
         judged = self.rubric.judge(groups)
-        credited: Iterable[Credit] = self.credit.assign(judged)
-        if is_sharded(self.policy.model) or self.rollout.rests:
-            with self._sampling():  # rollouts end before the update begins; ranks roll out at their own pace
-                credited = list(credited)
-            self.rollout.rest()
+        credited = self.credit.assign(judged)
         self.update(credited)
-
-    def _after(self, batch: TaskBatch) -> TaskBatch:
-        """This rank's part of the next batch; after the last one it has no tasks."""
-        if self.trainer.is_last_batch:
-            return replace(batch, step=batch.step + 1, tasks=())
-        loader: TaskLoader = self.trainer.train_dataloader  # type: ignore[assignment]
-        return self.on_before_batch_transfer(loader.batch(batch.step + 1), 0)
 
     def _sampling(self) -> AbstractContextManager[None]:
         """Around rollouts: an engine in this process needs the whole model while it samples."""
         return gathered(self.policy.model) if self.gather_for_rollouts else nullcontext()
+
+    def next_batch(self, batch: TaskBatch) -> TaskBatch:
+        """This rank's part of the batch after `batch`; after the last one it has no tasks."""
+        if self.trainer.is_last_batch:
+            return replace(batch, step=batch.step + 1, tasks=())
+        loader: Any = self.trainer.train_dataloader
+        return self.on_before_batch_transfer(loader.batch(batch.step + 1), 0)
 
     def update(self, credited: Iterable[Credit]) -> None:
         """Accumulate gradients as sums over step tokens, divide once by the batch's token count, step once.
@@ -175,6 +165,10 @@ class GRPOModule(LightningModule):
         batch is cut into shares by group, and each is such a sum, division and step of its own.
         """
         assert self.record is not None
+        if is_sharded(self.policy.model) or self.rollout.rests:
+            with self._sampling():  # ranks roll out at their own pace, and all rollouts end before the update begins
+                credited = list(credited)
+            self.rollout.rest()
         worker, batch, stepping = self._worker(), Totals(), 0.0
         norms: list[float] = []
         for share in self._shares(worker, credited):
@@ -286,8 +280,15 @@ class GRPOModule(LightningModule):
     def _complete_record(self, totals: Totals, grad_norm: float, times: dict[str, float]) -> None:
         """Fill the record with what every rank has; rank 0 writes it."""
         assert self.record is not None
-        stages = self.rollout.take_metrics() | self.rubric.take_metrics() | times
-        own = (self.rollout.take_groups(), self.record.credits, self.rubric.take_records(), stages, totals)
+        taken = [stage.take() for stage in self.stages]
+        stages = {name: value for t in taken for name, value in t.metrics.items()} | times
+        own = (
+            [g for t in taken for g in t.groups],
+            self.record.credits,
+            [c for t in taken for c in t.calls],
+            stages,
+            totals,
+        )
         groups, credits, calls, metrics, parts = zip(*gather(own), strict=True)
         whole = Totals()
         for part in parts:
@@ -346,7 +347,7 @@ class GRPOModule(LightningModule):
         with self._sampling():
             groups = list(self.rollout.generate(self.policy, batch))
         self.validation_records += evaluate_groups(groups, self.evaluator)
-        self.rollout.take_groups()
+        self.rollout.take()
 
     def on_validation_epoch_end(self) -> None:
         """Every rank holds the records of all, in the order of one process: tasks are dealt out in turn."""

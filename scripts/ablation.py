@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.core.errors import ConfigError
-from draco.run.summary import read_json, write_json
+from draco.core.files import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (

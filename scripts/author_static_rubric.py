@@ -5,7 +5,7 @@
 
 Samples `samples` rollouts of each training task, has criteria proposed for every task as rubric=dynamic would, reduces
 them to one general set, scores all rollouts by it, drops what rarely applies or rarely tells rollouts of a task apart,
-and writes what is left, most failed first: the YAML for rubric=static rubric.stage.criteria=FILE, and a table beside
+and writes what is left, most failed first: the YAML for rubric=static rubric.criteria=FILE, and a table beside
 it.
 
 Options (key=value; everything else is an option of train.py):
@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.config.arguments import run_main, share, split, whole
-from draco.config.compose import composed
+from draco.config.compose import with_judge
 from draco.core.errors import ConfigError, JudgeReplyError
 from draco.core.types import Criterion, Group
 from draco.judge.pipeline import JudgePipeline
@@ -86,7 +86,7 @@ def write(out: Path, kept: Sequence[Rated], config: DictConfig, counts: str) -> 
 def main(arguments: list[str]) -> int:
     """Author a set."""
     given, overrides = split(arguments, OWN)
-    config = composed(overrides)
+    config = with_judge(overrides)
     tasks = whole(given, "tasks", 1, least=1) if "tasks" in given else None
     samples, most = whole(given, "samples", 8, least=1), whole(given, "most", 21, least=1)
     applicable, discriminative = share(given, "applicable", 0.05), share(given, "discriminative", 0.02)
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
     out = Path(given["out"])
     if out.exists():
         raise ConfigError(f"{out} exists; name a new file")
-    from draco.run.train import instantiate
+    from draco.config.compose import instantiate
 
     console = Console()
     client = instantiate(config.judge)  # a wrong key or model should not cost a rollout

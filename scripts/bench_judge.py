@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.config.arguments import run_main, split, whole
-from draco.config.compose import composed
+from draco.config.compose import with_judge
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
 from draco.judge.cachemodel import Usage, prompt_usage
@@ -63,7 +63,7 @@ def groups_of(config: DictConfig, given: dict[str, str], quick: bool) -> list[Gr
 
 def judged(config: DictConfig, groups: Sequence[Group], plan: str) -> tuple[list[Judgement], list[CallRecord]]:
     """Judge all groups by one plan."""
-    from draco.run.train import instantiate
+    from draco.config.compose import instantiate
 
     records: list[CallRecord] = []
     client = instantiate(config.judge, plan=plan)
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
     """Judge twice, count, print a table and one line of JSON."""
     quick = "--quick" in arguments
     given, overrides = split([a for a in arguments if a != "--quick"], OWN)
-    config = composed(overrides)
+    config = with_judge(overrides)
     import litellm
 
     groups = groups_of(config, given, quick)

@@ -126,7 +126,7 @@ def measure(port: int, setting: Setting) -> tuple[float, list[CallRecord]]:
     started = time.perf_counter()
     judged = list(stage.judge(rollouts()))
     wall = time.perf_counter() - started
-    records = stage.take_records()
+    records = stage.take().calls
     stage.close()
     assert all(not j.failures for j in judged)
     return wall, records

@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> None:
         evaluate_tau.main(arguments)
         return
     given = options(arguments)
+    from draco.core.files import write_json
     from draco.env.success import leaderboard, over_checkpoints  # torch loads here
-    from draco.run.summary import write_json
 
     for name in ("n", "tasks"):
         whole(name, given.get(name), 1, optional=True)
@@ -150,7 +150,7 @@ def api_config(given: dict[str, Any]) -> DictConfig:
     Raises:
         ConfigError: no such environment or option.
     """
-    from draco.config.choices import compose_config
+    from draco.config.compose import compose_config
 
     # Without policy=hf the default policy's budgets would hold, which are those of a toy.
     config = compose_config([f"env={given['env']}", "policy=hf", *given["overrides"]])

@@ -31,8 +31,8 @@ from omegaconf import OmegaConf
 
 from draco.config.arguments import parse, prices_of, whole
 from draco.core.errors import ConfigError
+from draco.core.files import write_json
 from draco.run import checkpoint
-from draco.run.summary import write_json
 from draco.study.tau import BANKING, TauOptions, parse_results, recorded_settings, run_tau2, served, tau2_version
 
 OPTIONS = {

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.config.arguments import run_main, split, whole
-from draco.config.compose import composed
+from draco.config.compose import with_judge
 from draco.core.errors import ConfigError
 from draco.core.types import Judgement
 from draco.judge.pipeline import JudgePipeline
@@ -42,8 +42,8 @@ def scores(judgement: Judgement) -> tuple[int, ...] | None:
 def main(arguments: list[str]) -> int:
     """Run the set, print a table and one line of JSON."""
     given, overrides = split(arguments, OWN)
-    config = composed(overrides)
-    from draco.run.train import instantiate
+    config = with_judge(overrides)
+    from draco.config.compose import instantiate
 
     chosen = attacks()[: whole(given, "attacks", 1, least=1)] if "attacks" in given else attacks()
     controls = whole(given, "controls", 3, least=1)

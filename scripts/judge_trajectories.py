@@ -12,7 +12,7 @@ Options (key=value); what train.py calls rubric.*, credit.*, judge.*, advantage.
     input      the file
     out        run folder (default runs/judged-FILE)
     judge      scripted knows the embedded environment alone; litellm is any model; labels: the file's own labels
-    rubric     dynamic (default) | static with rubric.stage.criteria=FILE.yaml
+    rubric     dynamic (default) | static with rubric.criteria=FILE.yaml
     credit     step (default) | uniform
     caveats    a text about the environment for the judge
     batch      groups a step of the archive (default 16)
@@ -28,15 +28,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from draco.config.arguments import parse, run_main, whole
-from draco.config.compose import composed
+from draco.config.compose import instantiate_group, with_judge
 from draco.core.errors import ConfigError
 from draco.core.types import Group
 from draco.judge.stage import read_secret
 from draco.run.archive import write_step
 from draco.run.folder import prepare, write_config
 from draco.run.numbers import archive_numbers
-from draco.run.train import instantiate
-from draco.stages import CreditStage
+from draco.stages import CreditStage, RunContext
 from draco.study.outside import Outside, judge_by_labels, read_groups_of, too_few
 from draco.study.page import write_page
 from draco.study.runs import open_run
@@ -59,7 +58,7 @@ def main(arguments: list[str]) -> None:
     run = Path(given.get("out", f"runs/judged-{source.stem}"))
     labels = given.get("judge") == "labels"
     passed = [f"{k}={v}" for k, v in given.items() if k in {"rubric", "credit"} or "." in k]
-    config = composed([*passed, *([] if labels or "judge" not in given else [f"judge={given['judge']}"])])
+    config = with_judge([*passed, *([] if labels or "judge" not in given else [f"judge={given['judge']}"])])
     if not labels and "scripted" in str(config.judge.get("model", "")):
         raise ConfigError(
             "judge=scripted knows the embedded environment alone; use judge=litellm judge.model=… or labels"
@@ -73,7 +72,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"the folder {run} exists and is not empty; choose another out=, or overwrite=true")
     prepare(run, overwrite=overwrite)
     write_config(_kept(config, outside, labels, source), run)
-    rule: CreditStage = instantiate(config.credit.stage)
+    rule: CreditStage = instantiate_group(config.credit)
     steps = [outside.groups[i : i + batch] for i in range(0, len(outside.groups), batch)]
     numbered = [[replace(g, step=s) for g in groups] for s, groups in enumerate(steps)]
     if labels:
@@ -85,18 +84,17 @@ def main(arguments: list[str]) -> None:
 
 
 def _judge(run: Path, numbered: list[list[Group]], config: DictConfig, rule: CreditStage, caveats: str) -> None:
-    stage = instantiate(config.rubric.stage)
-    stage.needs_citations = rule.needs_citations
-    stage.bind((caveats,) if caveats else (), read_secret(run / "transcript_secret"))
+    stage = instantiate_group(config.rubric)
+    secret = read_secret(run / "transcript_secret")
+    stage.open(RunContext(caveats=(caveats,) if caveats else (), secret=secret, needs_citations=rule.needs_citations))
     try:
         for s, groups in enumerate(numbered):
             alone = [j for g in groups if (j := too_few(g)) is not None]
             judged = stage.judge([g for g in groups if too_few(g) is None])
             credits = list(rule.assign(chain(judged, alone)))
-            write_step(run, s, groups, credits, stage.take_records())
+            write_step(run, s, groups, credits, stage.take().calls)
     finally:
-        if hasattr(stage, "close"):
-            stage.close()
+        stage.close()
 
 
 def _kept(config: DictConfig, outside: Outside, labels: bool, source: Path) -> DictConfig:
@@ -105,7 +103,7 @@ def _kept(config: DictConfig, outside: Outside, labels: bool, source: Path) -> D
         name: OmegaConf.to_container(config[name], resolve=True) for name in ("rubric", "credit", "judge", "advantage")
     }
     if labels:
-        content |= {"rubric": {"name": "labels", "stage": {}}, "judge": {"model": "labels of the file"}}
+        content |= {"rubric": {"name": "labels"}, "judge": {"model": "labels of the file"}}
     return OmegaConf.create({"steps": 0, "env": {"name": outside.form}, "input": str(source), **content})
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.config.arguments import split
-from draco.config.choices import compose_config
+from draco.config.compose import compose_config
 from draco.core.errors import ConfigError, DracoError
 from draco.run.launch import processes
 from draco.study.planner.hardware import GPUS, Assumptions

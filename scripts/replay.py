@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from callbacks.rubric.random import toss
 from draco.config.arguments import parse, run_main
+from draco.config.compose import instantiate_group
 from draco.core.errors import ConfigError
 from draco.core.types import Judgement
-from draco.run.train import instantiate
 from draco.study.replay import RewardOf, replay_step
 from draco.study.runs import open_run
 
@@ -37,8 +37,8 @@ def replay(path: Path) -> int:
     run = open_run(path)
     if not run.steps:
         raise ConfigError(f"{path}: no archived step to replay")
-    rule = instantiate(OmegaConf.create(run.config["credit"]["stage"]))
-    stage = run.config["rubric"]["stage"]
+    rule = instantiate_group(OmegaConf.create(run.config["credit"]))
+    stage = run.config["rubric"]
     overridden = stage.get("attribution_overrides") == "apply"
     reward_of: RewardOf | None = None
     if run.config["rubric"]["name"] != "outcome":

@@ -31,12 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draco.config.arguments import number, parse, run_main, whole
-from draco.config.compose import judge_config
+from draco.config.compose import instantiate, judge_config
 from draco.core.errors import ConfigError
+from draco.core.files import write_json
 from draco.judge.client import JudgeClient
 from draco.judge.prompts import PHASES
-from draco.run.summary import write_json
-from draco.run.train import instantiate
 from draco.study.judge_replay import load_results, replay_calls, replayable, summarise_replay
 from draco.study.matching import load_matches, match_criteria
 from draco.study.runs import open_run

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draco.config.arguments import number, parse, prices_of, run_main, whole
-from draco.core import files as durable
+from draco.core import files
 from draco.core.errors import ConfigError
 from draco.core.table import Table
 from draco.run.numbers import archive_numbers
@@ -59,7 +59,7 @@ def write_overview(out: Path, names: Sequence[str], tables: Sequence[Table], fig
     missing = [f"- {t.title}: {' '.join(t.notes)}" for t in tables if not t.rows]
     missing += [f"- {f.title}: {'; '.join(sorted({p.gap for p in f.panels}))}." for f in figures if f not in drawn]
     lines += ["## Not measured", "", *missing, ""] if missing else []
-    durable.write_text(out / "report.md", "\n".join(lines))
+    files.write_text(out / "report.md", "\n".join(lines))
 
 
 def main(arguments: list[str]) -> None:

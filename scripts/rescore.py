@@ -24,14 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rubric.static import StaticRubric
 from draco.config.arguments import parse, run_main, whole
-from draco.config.compose import judge_config
+from draco.config.compose import instantiate, judge_config
 from draco.core.errors import ConfigError
+from draco.core.files import write_json
 from draco.core.types import Criterion
 from draco.judge.stage import read_secret
 from draco.run.archive import step_folder, write_step
 from draco.run.folder import RESUMABLE, redacted
-from draco.run.summary import write_json
-from draco.run.train import instantiate
+from draco.stages import RunContext
 from draco.study.judgements import read_groups
 from draco.study.runs import open_run
 
@@ -59,8 +59,8 @@ def rescore(path: Path, given: dict[str, str]) -> None:
     stage = StaticRubric(instantiate(judge), criteria)
     environment = run.config["env"].get("environment")  # trajectories that were judged from a file have none
     caveats = instantiate(OmegaConf.create(environment)).caveats if environment else ()
-    stage.bind(caveats, read_secret(path / "transcript_secret"))
-    stage.needs_citations = False
+    secret = read_secret(path / "transcript_secret")
+    stage.open(RunContext(caveats=tuple(caveats), secret=secret, needs_citations=False))
     out = path / "rescored" / Path(criteria).stem
     claim(out, made_of(stage.static_criteria, judge))
     calls, cost = 0, 0.0
@@ -71,7 +71,7 @@ def rescore(path: Path, given: dict[str, str]) -> None:
                 continue
             rule = UniformCredit()
             credits = [rule.assign_one(j) for j in stage.judge(read_groups(path, step))]
-            records = stage.take_records()
+            records = stage.take().calls
             write_step(out, step, [], credits, records)
             calls += len(records)
             cost += sum(r.cost_usd or 0.0 for r in records)

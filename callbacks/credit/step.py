@@ -32,7 +32,7 @@ class StepLevelCredit(GroupCredit):
 
     def __init__(self, *, unanimous: Literal["equal_totals", "uniform"] = "equal_totals", **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
-        one_of("credit.stage.unanimous", unanimous, ("equal_totals", "uniform"))
+        one_of("credit.unanimous", unanimous, ("equal_totals", "uniform"))
         self.unanimous: Literal["equal_totals", "uniform"] = unanimous
 
     def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:

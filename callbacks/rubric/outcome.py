@@ -40,7 +40,7 @@ class OutcomeRubric(BaseRubric):
         super().__init__()
         if evaluator is None:
             raise ConfigError("rubric=outcome needs the environment's evaluator, and this environment names none")
-        number("rubric.stage.max_failed_share", max_failed_share, 0, 1)
+        number("rubric.max_failed_share", max_failed_share, 0, 1)
         self.evaluator, self.max_failed_share = evaluator, max_failed_share
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:

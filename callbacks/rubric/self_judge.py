@@ -20,8 +20,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule, Trainer
-
 from draco.config.checks import whole
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
@@ -31,7 +29,7 @@ from draco.judge.context import needed_context
 from draco.judge.records import CallRecord
 from draco.judge.stage import JudgedRubric
 from draco.judge.votes import Panel, Voter
-from draco.stages import RolloutStage, find_stage
+from draco.stages import RunContext
 
 if TYPE_CHECKING:
     from draco.policy.policy import Policy
@@ -89,11 +87,9 @@ class SelfJudgeRubric(JudgedRubric):
                 "rubric=self_judge with policy=tiny: a policy of 1M parameters that knows 600 words cannot write "
                 "criteria or JSON; use policy=hf policy.path=MODEL, or rubric=dynamic with judge=scripted"
             )
-        whole("rubric.stage.k", k, 1)
+        whole("rubric.k", k, 1)
         if bool(api_base) != bool(model):
-            raise ConfigError(
-                "rubric.stage.api_base and rubric.stage.model name an endpoint together; set both or none"
-            )
+            raise ConfigError("rubric.api_base and rubric.model name an endpoint together; set both or none")
         panel = Panel(tuple(Voter(judge, repeat) for repeat in range(k)), "unanimous", first_justifies=True)
         super().__init__(judge, panel=panel, **options)
         self.k, self.thinking, self.temperature, self.seed = k, thinking, temperature, seed
@@ -108,21 +104,21 @@ class SelfJudgeRubric(JudgedRubric):
         """No fixed set."""
         return
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find policy and engine, and see that the largest calls fit. Runs before the first rollout.
+    def open(self, context: RunContext) -> None:
+        super().open(context)
+        self._engine = context.engine
+
+    def ready(self, policy: Policy) -> None:
+        """See that the largest calls fit. Runs after the engine has started and before the first rollout.
 
         Raises:
             ConfigError: they do not.
         """
-        super().setup(trainer, pl_module, stage)
-        rollout: Any = find_stage(trainer.callbacks, RolloutStage)  # type: ignore[attr-defined,type-abstract]
-        self.use(pl_module.policy, rollout.engine)  # type: ignore[arg-type]
-
-    def use(self, policy: Policy, engine: Engine) -> None:
-        """Take the policy and the engine to judge with; see `setup`."""
-        self._policy, self._engine = policy, engine
+        super().ready(policy)
+        assert self._engine is not None, "rubric=self_judge needs the engine of an open run"
+        self._policy = policy
         self._chat = policy.chat.one_turn(enable_thinking=self.thinking)
-        served = None if self.api_base else engine.context
+        served = None if self.api_base else self._engine.context
         self._context = (
             self.context or served or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
         )
@@ -134,10 +130,10 @@ class SelfJudgeRubric(JudgedRubric):
             raise ConfigError(
                 f"rubric=self_judge: the {call} call of judge.plan={plan} may need {needs[call]} tokens and the policy "
                 f"is served with {self._context}; set {way}smaller limits, or serve more (engine.launch.max_len; "
-                "rubric.stage.context says what an endpoint of your own serves)"
+                "rubric.context says what an endpoint of your own serves)"
             )
 
-    def check(self) -> CallRecord | None:
+    def ping(self) -> CallRecord | None:
         """One cheap call to the endpoint; None where there is nothing to ask: before the policy is loaded unless its
         endpoint has a name that does not change, and in process always.
 
@@ -146,9 +142,9 @@ class SelfJudgeRubric(JudgedRubric):
         """
         if self.api_base and self.model and (self._policy is not None or "{version}" not in self.model):
             self.pipeline.client = self._member(self.api_base, self._name(), "")
-            return super().check()
+            return super().ping()
         if self._ready and not self._in_process:  # in a run, after calls were lost
-            return super().check()
+            return super().ping()
         self.client.load()
         return None
 
@@ -161,7 +157,7 @@ class SelfJudgeRubric(JudgedRubric):
         """Name the current adapter in the judge, once a batch. Rollouts have begun: a server has the adapter by now."""
         if self._ready:
             return
-        assert self._policy is not None, "setup has not run"
+        assert self._policy is not None, "the run is not open"
         self._ready, self._step = True, group.step
         salt = local.adapter_hash(self._policy)
         endpoint = self._endpoint()
@@ -178,7 +174,7 @@ class SelfJudgeRubric(JudgedRubric):
         """The client's calls to a served policy."""
         body = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
         return self.client.with_model(
-            name, api_base=base, api_key=key or None, section="rubric.stage", max_tokens=self.max_reply_tokens,
+            name, api_base=base, api_key=key or None, section="rubric", max_tokens=self.max_reply_tokens,
             extra_body=body,
         )  # fmt: skip
 
@@ -190,7 +186,7 @@ class SelfJudgeRubric(JudgedRubric):
         """Address, litellm's name and key of the served policy; None: in process."""
         if self.api_base and self.model:
             return self.api_base, self._name(), ""
-        assert self._engine is not None, "setup has not run"
+        assert self._engine is not None, "the run is not open"
         served = self._engine.judge_endpoint()
         if served is None:
             return None

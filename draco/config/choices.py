@@ -19,28 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from draco.core.errors import ConfigError
 
-__all__ = ["compose_config", "explained", "merge_known", "one_line", "refuse_beside_self_judge", "refuse_unread"]
+__all__ = ["explained", "merge_known", "one_line", "refuse_beside_self_judge", "refuse_unread"]
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 #: sections that the trainer reads by name; the others go to a class, which refuses what it does not take
 _READ_BY_NAME = ("advantage", "checkpoint", "eval")
-
-
-def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The configuration of `python train.py OVERRIDES`, for scripts.
-
-    Raises:
-        ConfigError: it does not compose, or something would be ignored; one line with the choices that exist.
-    """
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            config = compose("train", list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explained(error, overrides)) from error
-    except ValueError as error:  # of Hydra, which takes no null for a group
-        raise ConfigError(f"{error}; leave a group out with ~GROUP") from error
-    refuse_unread(config, overrides, ())
-    return config
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
@@ -50,6 +33,9 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         error: what was raised.
         arguments: the command line, from which the configuration without that option is composed.
     """
+    for argument in arguments:
+        if said := renamed(argument):
+            return said
     unknown = next((m for e in _chain(error) if (m := _UNKNOWN_KEY.search(str(e)))), None)
     if unknown:
         key = unknown.group(1)
@@ -64,6 +50,24 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     if isinstance(error.__cause__, OmegaConfBaseException) and str(error):
         text += f": {one_line(error.__cause__)}"
     return text
+
+
+#: old beginning of an option's name → the new one
+_RENAMED = {"rubric.stage.": "rubric.", "credit.stage.": "credit."}
+
+
+def renamed(override: str) -> str | None:
+    """What to say of an option whose name has changed; None of any other.
+
+    >>> renamed("credit.stage.unanimous=uniform")
+    'credit.stage.unanimous=uniform: the option is now credit.unanimous; use credit.unanimous=uniform'
+    """
+    key = _key(override)
+    for old, new in _RENAMED.items():
+        if key.startswith(old):
+            now = new + key.removeprefix(old)
+            return f"{override}: the option is now {now}; use {override.replace(key, now, 1)}"
+    return None
 
 
 def one_line(error: OmegaConfBaseException) -> str:
@@ -108,6 +112,8 @@ def refuse_unread(config: DictConfig, overrides: Iterable[str], groups: Iterable
     top = _top(known) | {g.split("/")[0] for g in groups} - {"hydra"}
     text = OmegaConf.to_yaml(config)
     for override in overrides:
+        if said := renamed(override):
+            raise ConfigError(said)
         if not override.startswith("+"):
             continue
         key = _key(override)
@@ -136,16 +142,16 @@ def refuse_beside_self_judge(config: DictConfig, overrides: Iterable[str]) -> No
     """
     if OmegaConf.select(config, "rubric.name") != "self_judge":
         return
-    stage = config.rubric.stage
+    rubric = config.rubric
     for override in overrides:
         key = _key(override)
         if key.startswith("judge.") and key != "judge.plan":
             name = key.split(".")[1]
-            own = f"rubric.stage.{name}" if name in stage else f"rubric.stage.judge.{name}"
-            added = "" if name in stage or name in stage.judge else "+"
+            own = f"rubric.{name}" if name in rubric else f"rubric.judge.{name}"
+            added = "" if name in rubric or name in rubric.judge else "+"
             raise ConfigError(
                 f"{override}: with rubric=self_judge the policy is the judge and reads judge.plan alone of these; its "
-                f"own are in rubric.stage and rubric.stage.judge: {added}{own}=…"
+                f"own are in rubric and rubric.judge: {added}{own}=…"
             )
 
 

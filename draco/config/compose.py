@@ -1,23 +1,45 @@
-"""A judge for scripts: composed from the packaged configuration, or the one that a run had."""
+"""From option texts to a composed configuration, and from a configuration to objects: Hydra is called here."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import hydra.utils
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
-from draco.config.choices import compose_config
-from draco.core.errors import ConfigError
+from draco.config.choices import explained, refuse_unread
+from draco.core.errors import ConfigError, DracoError
 
-__all__ = ["composed", "judge_config"]
+__all__ = ["compose_config", "instantiate", "instantiate_group", "judge_config", "with_judge"]
 
 
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """The training configuration with overrides, as `python train.py` would compose it.
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """The configuration of `draco train OVERRIDES`, for other commands.
 
     Raises:
-        ConfigError: no such option or choice.
+        ConfigError: it does not compose, or something would be ignored; one line with the choices that exist.
+    """
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            config = compose("train", list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explained(error, overrides)) from error
+    except ValueError as error:  # of Hydra, which takes no null for a group
+        raise ConfigError(f"{error}; leave a group out with ~GROUP") from error
+    refuse_unread(config, overrides, ())
+    return config
+
+
+def with_judge(overrides: Sequence[str]) -> DictConfig:
+    """As `compose_config`, for a command that asks the judge.
+
+    Raises:
+        ConfigError: no such option or choice, or nobody to ask.
     """
     config = compose_config(overrides)
     if "judge" not in config:
@@ -35,9 +57,33 @@ def judge_config(given: Mapping[str, str], run: Mapping[str, Any]) -> DictConfig
     """
     keys = {k: v for k, v in given.items() if k.startswith("judge.")}
     if "judge" in given:
-        return composed([f"judge={given['judge']}", *(f"{k}={v}" for k, v in keys.items())]).judge  # type: ignore[no-any-return]
+        return with_judge([f"judge={given['judge']}", *(f"{k}={v}" for k, v in keys.items())]).judge  # type: ignore[no-any-return]
     if not run.get("judge"):
         raise ConfigError("this folder names no judge; give judge=litellm judge.model=PROVIDER/MODEL")
     config = OmegaConf.create({"judge": run["judge"]})
     config.merge_with_dotlist([f"{k}={v}" for k, v in keys.items()])
     return config.judge  # type: ignore[no-any-return]
+
+
+def instantiate(node: Any, **options: Any) -> Any:
+    """Hydra's instantiate, with our own errors as they were raised and any other as a ConfigError.
+
+    Raises:
+        ConfigError: the class cannot be imported or refuses its options.
+    """
+    try:
+        return hydra.utils.instantiate(node, **options)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, DracoError):
+            raise error.__cause__ from None
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def instantiate_group(node: DictConfig | None) -> Any:
+    """The object of a configuration group such as `rubric`. Its `name` labels runs and is no option of the class."""
+    if node is None:
+        return None
+    group = copy.copy(node)  # still a child of the whole configuration: its interpolations go on working
+    with open_dict(group), read_write(group):
+        group.pop("name", None)
+    return instantiate(group)

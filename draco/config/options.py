@@ -6,12 +6,13 @@
         kl_coef: NonNegative = 0.01                     # LossOptions(kl_coef=-1) raises
         zero_signal: Literal["keep", "drop"] = "keep"   # ConfigError: loss.kl_coef is -1; expected a number ≥ 0
 
-Checking is strict: 2.5, "3" and true are no integers, and the text "no" is neither true nor false. Importing this module
-loads nothing heavy.
+Checking is strict: 2.5, "3" and true are no integers, and the text "no" is neither true nor false. Nothing heavy is
+imported here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -61,10 +62,9 @@ def checked(section: str, **names: str) -> Callable[[C], C]:
 
         @functools.wraps(original)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
+            given: Mapping[str, Any] = {}
+            with contextlib.suppress(TypeError):  # the class itself says what is missing or unknown
                 given = signature.bind(self, *args, **kwargs).arguments
-            except TypeError:
-                given = {}  # the class itself says what is missing or unknown
             for argument, annotation in _annotations(cls).items():
                 if (value := given.get(argument, _MISSING)) is not _MISSING:
                     check_option(

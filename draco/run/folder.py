@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from draco.core import files as durable
+from draco.core import files
 from draco.core.errors import ConfigError
 from draco.run.archive import step_folders
 from draco.run.loggers import read_metrics, write_metrics
@@ -158,7 +158,7 @@ def write_config(config: DictConfig, run: Path) -> None:
     """config.yaml: resolved, secrets redacted."""
     content = OmegaConf.create(redacted(config))
     OmegaConf.update(content, "resume", None)
-    durable.write_text(run / "config.yaml", OmegaConf.to_yaml(content))
+    files.write_text(run / "config.yaml", OmegaConf.to_yaml(content))
 
 
 def redacted(config: DictConfig) -> Any:
@@ -203,12 +203,12 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
         key = name.split("@")[0]
         value = OmegaConf.select(given, key)
         OmegaConf.update(config, key, value, merge=False, force_add=True)  # a trainer replaces the other as a whole
-        for copy in (f"callbacks.{key}", f"rubric.stage.{key}"):  # stored resolved: the parts have copies of their own
+        for copy in (f"callbacks.{key}", f"rubric.{key}"):  # stored resolved: the parts have copies of their own
             if OmegaConf.select(config, copy.rpartition(".")[0]) is not None and (
                 key.startswith("judge.") or OmegaConf.select(config, copy) is not None
             ):
                 OmegaConf.update(config, copy, value, force_add=True)
-        guard = "rubric.stage.max_failed_share"  # a copy of the judge's, or in place of it
+        guard = "rubric.max_failed_share"  # a copy of the judge's, or in place of it
         if key == "judge.max_failed_share" and OmegaConf.select(config, guard) is not None:
             OmegaConf.update(config, guard, value)
     again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}

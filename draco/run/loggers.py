@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from omegaconf import OmegaConf
 
 from draco.config.checks import one_of
-from draco.core import files as durable
+from draco.core import files
 
 __all__ = ["MetricsCsv", "WandbMetrics", "finish", "read_metrics", "wandb_logger", "write_metrics"]
 
@@ -40,7 +40,7 @@ def write_metrics(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
     writer.writerows(rows)
-    durable.write_text(path, text.getvalue())
+    files.write_text(path, text.getvalue())
 
 
 class MetricsCsv(Logger):
@@ -246,7 +246,7 @@ def wandb_logger(
     print(f"wandb: {'offline, files under ' + str(folder / 'wandb') if mode == 'offline' else mode}")
     id_file = folder / "wandb_run_id"
     if not id_file.is_file():
-        durable.write_text(id_file, os.urandom(8).hex())
+        files.write_text(id_file, os.urandom(8).hex())
     return WandbMetrics(
         folder,
         {

@@ -1,7 +1,5 @@
 """`preflight=true`: everything a run needs is tried once, small, before anybody pays for it.
 
-Also the one judge call that every run makes before its weights load.
-
 Nothing is left behind: a run of the same name can start afterwards.
 """
 
@@ -9,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig
@@ -25,33 +23,22 @@ from draco.core.distributed import alone, check_shared, main_only, rank, world_s
 from draco.core.errors import ConfigError, DracoError
 from draco.core.llm.money import Prices, Usage
 from draco.core.types import Group, Message, Step, Task, Termination, Trajectory
-from draco.judge.client import JudgeClient
 from draco.judge.records import CallRecord
+from draco.judge.stage import JudgedRubric
 from draco.judge.transcript import DIGEST
 from draco.policy.policy import Policy
+from draco.run.build import Parts, build
 from draco.run.disk import plan_disk
 from draco.run.folder import check_free
 from draco.run.loader import TaskLoader
-from draco.stages import RubricStage, find_stage
+from draco.stages import RubricStage
 
-__all__ = ["check_judge", "preflight", "projected"]
+__all__ = ["preflight", "projected"]
 
+T = TypeVar("T")
+
+_NOT_TRIED = "not tried: something above failed"
 _STEPS = 3  #: of the made-up rollouts that the judge's calls are tried on
-
-
-def check_judge(rubric: Any) -> CallRecord | None:
-    """One cheap real call to the judge (key, model, JSON); nothing where the rubric has none.
-
-    Raises:
-        JudgeConfigError: it does not work.
-    """
-    if not hasattr(rubric, "check"):
-        return None
-    try:
-        record: CallRecord = rubric.check()
-    finally:
-        rubric.close()
-    return record
 
 
 @dataclass(slots=True)
@@ -67,7 +54,7 @@ class _Table:
         try:
             yield said
         except _Skip:
-            self.rows.append((name, None, "not tried: something above failed"))
+            self.rows.append((name, None, _NOT_TRIED))
         except DracoError as error:
             self.rows.append((name, False, str(error)))
         except Exception as error:  # whatever a library raises is a failed check
@@ -90,21 +77,18 @@ class _Skip(Exception):
     """What a check needs is not there."""
 
 
-def _need(*needs: Any) -> None:
-    if any(need is None for need in needs):
+def _need(found: T | None) -> T:
+    if found is None:
         raise _Skip
+    return found
 
 
-def preflight(
-    config: DictConfig, run: Path, build: Callable[[DictConfig], Any], loaders: Callable[[DictConfig, Any], Any]
-) -> None:
+def preflight(config: DictConfig, run: Path) -> None:
     """Try everything and print a table.
 
     Args:
         config: of the run.
         run: its folder; on a resume the one to go on with.
-        build: makes the parts.
-        loaders: makes the loaders of training and held-out tasks.
 
     Raises:
         ConfigError: something does not work; names it.
@@ -119,7 +103,7 @@ def preflight(
         with table.check("run folder") as said:
             said.append(_folder(config, run, scratch))
         with alone():
-            _try_parts(table, config, run, scratch, build, loaders)
+            _try_parts(table, config, run, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     table.show(Console())
@@ -127,65 +111,58 @@ def preflight(
         raise ConfigError(f"preflight: {', '.join(failed)} failed; see the table above")
 
 
-def _try_parts(
-    table: _Table,
-    config: DictConfig,
-    run: Path,
-    scratch: Path,
-    build: Callable[[DictConfig], Any],
-    loaders: Callable[[DictConfig, Any], Any],
-) -> None:
+def _try_parts(table: _Table, config: DictConfig, run: Path, scratch: Path) -> None:
     """Rows of what a run is made of, in the order in which it needs them."""
-    parts: Any = None
-    policy: Any = None
-    loader: Any = None
+    parts: Parts | None = None
     with table.check("configuration") as said:
         parts = build(config)
+        parts.open(scratch)
         said.append(f"rubric={config.rubric.name} credit={config.credit.name} env={config.env.name}")
+    if parts is None:
+        for name in ("environment", "engine", "judge", "policy and chat template", "tasks", "disk", "adapter"):
+            table.rows.append((name, None, _NOT_TRIED))
+    else:
+        with closing(parts):
+            _try_stages(table, parts, run, scratch)
+    with table.check("GPU kernels") as said:
+        said.append(_kernels())
+
+
+def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
+    config, rubric = parts.config, parts.stages.rubric
+    policy: Policy | None = None
+    loader: TaskLoader | None = None
+    calls: list[CallRecord] = []
     with table.check("environment") as said:
-        _need(parts)
         said.append(_environment(parts, config.env.train_split))
     with table.check("engine") as said:
-        _need(parts)
         parts.engine.check()
         said.append(f"{type(parts.engine).__name__}: what it needs is there (servers are tried by a run)")
-    calls: list[CallRecord] = []
-    rubric = None if parts is None else find_stage(parts.callbacks, RubricStage)  # type: ignore[type-abstract]
-    own = getattr(rubric, "asks_policy", False)
-    if not own:
+    if not rubric.asks_policy:
         with table.check("judge") as said:
-            _need(rubric)
-            calls = _judge(rubric, parts, config, said)
+            calls = _judge(parts, said)
     with table.check("policy and chat template") as said:
-        _need(parts)
         parts.module.configure_model()
         policy = parts.module.policy
         said.append(f"{config.policy.path}; the template appends without rewriting")
     with table.check("tasks") as said:
         _need(policy)
-        loader, held_out = loaders(config, parts)
+        loader, held_out = parts.load_tasks()
         said.append(f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}")
     with table.check("disk") as said:
-        _need(loader)
         longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-        said.append(plan_disk(run, policy, loader, config.checkpoint, longest, refuse=True).removeprefix("disk: "))
+        disk = plan_disk(run, _need(policy), _need(loader), config.checkpoint, longest, refuse=True)
+        said.append(disk.removeprefix("disk: "))
     with table.check("adapter") as said:
-        _need(policy)
-        said.append(_adapter(policy, scratch))
-    if own:
+        said.append(_adapter(_need(policy), scratch))
+    if rubric.asks_policy:
         with table.check("judge") as said:
             _need(policy)
-            calls = _self_judge(rubric, parts, config, scratch, said)
-    with table.check("GPU kernels") as said:
-        said.append(_kernels())
+            parts.ready()  # its engine answers
+            calls = _judge(parts, said)
+            said.append(f"{calls[0].model} answers all calls" if calls else "nothing was asked")
     if calls and loader is not None:
-        _bill(table, config, find_client(rubric), calls, loader)
-
-
-def find_client(rubric: Any) -> JudgeClient | None:
-    """The judge of a rubric stage, if it has one."""
-    client = getattr(rubric, "client", None)
-    return client if isinstance(client, JudgeClient) else None
+        _bill(table, config, rubric, calls, loader)
 
 
 def _folder(config: DictConfig, run: Path, scratch: Path) -> str:
@@ -201,7 +178,7 @@ def _folder(config: DictConfig, run: Path, scratch: Path) -> str:
     return f"{run} is writable, seen by {world_size()} process(es)"
 
 
-def _environment(parts: Any, split: str) -> str:
+def _environment(parts: Parts, split: str) -> str:
     environment, evaluator = parts.environment, parts.evaluator
     environment.check()
     task = environment.tasks(split)[0]
@@ -219,41 +196,21 @@ def _environment(parts: Any, split: str) -> str:
     return f"{said}; its evaluator works"
 
 
-def _judge(rubric: Any, parts: Any, config: DictConfig, said: list[str]) -> list[CallRecord]:
+def _judge(parts: Parts, said: list[str]) -> list[CallRecord]:
     """One cheap call, then all kinds on a made-up group of two."""
-    client = find_client(rubric)
-    if client is None:
+    rubric, config = parts.stages.rubric, parts.config
+    if not isinstance(rubric, JudgedRubric):
         said.append(f"rubric={config.rubric.name} asks none")
         return []
-    rubric.bind(parts.environment.caveats, secrets.token_bytes(32))
-    if (first := rubric.check()) is not None:
+    if (first := rubric.ping()) is not None:
         said.append(f"{first.model} answers in JSON, {first.latency_s:.2g} s")
         if first.served_model not in ("", first.model):
             said.append(f"served as {first.served_model}")
-    credit_needs = any(getattr(c, "needs_citations", False) for c in parts.callbacks if not isinstance(c, RubricStage))
-    rubric.needs_citations = credit_needs
-    try:
-        (judgement,) = rubric.judge([_made_up(parts.environment, config.env.train_split)])
-        calls = [c for c in rubric.take_records() if c.tokens_in]  # an attempt that got no answer says nothing of size
-        rubric.take_metrics()
-    finally:
-        rubric.close()
+    (judgement,) = rubric.judge([_made_up(parts.environment, config.env.train_split)])
+    calls = [c for c in rubric.take().calls if c.tokens_in]  # an attempt that got no answer says nothing of size
     if judgement.failures:
         last = judgement.failures[-1]
         raise ConfigError(f"{len(judgement.failures)} of 2 judgements failed, in {last.phase}: {last.reason}")
-    return calls
-
-
-def _self_judge(rubric: Any, parts: Any, config: DictConfig, scratch: Path, said: list[str]) -> list[CallRecord]:
-    """As `_judge`, of a policy that is its own judge: its engine is started for it."""
-    policy = parts.module.policy
-    rubric.use(policy, parts.engine)
-    try:
-        parts.engine.open(policy, scratch, temperature=config.temperature)
-        calls = _judge(rubric, parts, config, said)
-    finally:
-        parts.engine.close()
-    said.append(f"{calls[0].model} answers all calls" if calls else "nothing was asked")
     return calls
 
 
@@ -377,14 +334,12 @@ def projected(
     return found
 
 
-def _bill(
-    table: _Table, config: DictConfig, client: JudgeClient | None, calls: list[CallRecord], loader: TaskLoader
-) -> None:
+def _bill(table: _Table, config: DictConfig, rubric: RubricStage, calls: list[CallRecord], loader: TaskLoader) -> None:
     """Rows with what each kind of call took, and what the whole run may cost at most."""
-    assert client is not None
+    assert isinstance(rubric, JudgedRubric)
     with table.check("projected bill") as said:
         limits = (config.limits.max_prompt_tokens, config.limits.max_response_tokens, config.limits.max_turns)
-        each = projected(calls, config.group_size, limits, client.transport.price)
+        each = projected(calls, config.group_size, limits, rubric.client.transport.price)
         for phase in each:
             mine = [c for c in calls if c.phase == phase]
             one = mine[0]

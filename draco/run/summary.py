@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,16 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from draco.core import files as durable
+from draco.core import files
 from draco.env.base import Evaluator
 from draco.env.records import evaluate_end_state
 from draco.run.archive import archived_steps, read_table, read_trajectories
 from draco.run.loggers import read_metrics
 
 __all__ = [
-    "closing_table", "evaluation_file", "evaluation_metrics", "final_summary", "metric_rows", "read_json", "scalars",
-    "train_success", "write_json",
+    "closing_table", "evaluation_file", "evaluation_metrics", "final_summary", "metric_rows", "scalars",
+    "train_success",
 ]  # fmt: skip
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read an object."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object, whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    durable.write_text(path, json.dumps(content, indent=1))
 
 
 def evaluation_file(run: Path, step: int) -> Path:
@@ -60,7 +47,7 @@ def train_success(run: Path, evaluator: Evaluator | None) -> None:
             outcome = evaluate_end_state(evaluator, t.task, t.end_state, t.termination)
             success = "" if outcome.success is None else int(outcome.success)
             writer.writerow([step, t.task.id, t.sample, success, t.termination, outcome.error])
-    durable.write_text(run / "train_success.csv", text.getvalue())
+    files.write_text(run / "train_success.csv", text.getvalue())
 
 
 def final_summary(

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco.core import files as durable
+from draco.core import files
 from draco.core.errors import ConfigError
 from draco.judge.agreement import Agreement, agreement
 from draco.judge.transcript import transcript
@@ -61,7 +61,7 @@ def write_sheet(run: Path, count: int) -> Path:
                 (one,) = [t for t in judged[group].group.trajectories if t.sample == sample]
                 texts = (criterion.title, criterion.description, criterion.evaluator_instruction, transcript(one))
                 writer.writerow([f"{step}/{group}/{k}/{sample}", "", "", *map(_cell, texts)])
-    durable.publish(temporary, file)
+    files.publish(temporary, file)
     return file
 
 

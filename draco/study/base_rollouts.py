@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,7 +11,6 @@ from omegaconf import DictConfig
 from draco.core.errors import ConfigError
 from draco.core.types import Group, TaskBatch
 from draco.run import archive
-from draco.stages import RolloutStage, find_stage
 from draco.study.judgements import read_groups
 
 __all__ = ["archived_groups", "sample_groups"]
@@ -24,23 +24,20 @@ def sample_groups(config: DictConfig, tasks: int | None, samples: int) -> list[G
         tasks: how many; None = all.
         samples: rollouts a task.
     """
+    from draco.run.build import build  # torch and lightning load here
     from draco.run.loader import select_tasks
-    from draco.run.train import build  # torch and lightning load here
 
-    config.rubric = {"name": "random", "stage": {"_target_": "callbacks.rubric.random.RandomRubric", "seed": 0}}
+    config.rubric = {"name": "random", "_target_": "callbacks.rubric.random.RandomRubric", "seed": 0}
     parts = build(config)
-    parts.module.configure_model()
-    policy = parts.module.policy
-    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
-    chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, *limits)
-    rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
-    batch = TaskBatch(0, tuple(chosen), samples, "author", config.temperature)
-    with TemporaryDirectory(prefix="draco-") as scratch:  # logs and adapters of servers
-        try:
-            parts.engine.open(policy, Path(scratch), temperature=config.temperature)
-            return sorted(rollout.generate(policy, batch), key=lambda g: g.index)
-        finally:
-            parts.close()
+    with TemporaryDirectory(prefix="draco-") as scratch, closing(parts):  # logs and adapters of servers
+        parts.open(Path(scratch))
+        parts.module.configure_model()
+        policy = parts.module.policy
+        limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+        chosen = select_tasks(parts.environment, policy, config.env.train_split, tasks, *limits)
+        batch = TaskBatch(0, tuple(chosen), samples, "author", config.temperature)
+        parts.ready()
+        return sorted(parts.stages.rollout.generate(policy, batch), key=lambda g: g.index)
 
 
 def archived_groups(run: Path, steps: int | None = None) -> list[Group]:

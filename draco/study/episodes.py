@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from draco.core import jsonl
+from draco.core import files
 from draco.core.errors import ConfigError
 from draco.core.types import Termination
 from draco.env.records import EvalRecord
@@ -41,7 +41,7 @@ class EpisodeFile:
         self._read()
 
     def _read(self) -> None:
-        lines = jsonl.read(self.file)
+        lines = files.read_lines(self.file)
         try:
             past = lines[0]["evaluation"] if lines else self.evaluation
             for line in lines[1:]:
@@ -69,11 +69,11 @@ class EpisodeFile:
     def add(self, record: EvalRecord) -> None:
         """Append one episode; it has left the process when this returns."""
         if not self._begun:
-            jsonl.mend(self.file)
+            files.mend_lines(self.file)
             if not self.file.is_file() or not self.file.stat().st_size:
-                jsonl.append(self.file, {"evaluation": self.evaluation})
+                files.append_line(self.file, {"evaluation": self.evaluation})
             self._begun = True
-        jsonl.append(self.file, {"record": record.as_dict()})
+        files.append_line(self.file, {"record": record.as_dict()})
         self._keep(record)
 
 

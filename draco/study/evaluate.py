@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
+from draco.config.compose import instantiate
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
-from draco.env.records import evaluate_groups
-from draco.env.success import summarise
+from draco.core.types import Task
 from draco.run import checkpoint
+from draco.run.build import Parts, build
+from draco.run.evaluation import evaluate, evaluation_trainer
 from draco.run.loader import EvalLoader, select_tasks
-from draco.run.train import Parts, build, instantiate
-from draco.stages import RolloutStage, find_stage
+from draco.stages import RunContext
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -50,45 +52,48 @@ def evaluate_checkpoints(
     if which[0].isdigit() and (missing := [s for s in which.split(",") if int(s or -1) not in kept]):
         raise ConfigError(f"checkpoint={','.join(missing)} is not there; kept steps: {lists}; or use last or base")
     parts = build(config)
-    for split in splits:
-        parts.environment.tasks(split)  # an unknown one is refused before anything is paid for
-    parts.environment.check()
-    parts.module.configure_model()
-    policy = parts.module.policy
-    if which.startswith("last") and which != "last":
-        steps = _epoch_ends(config, parts, sorted(kept), int(which.removeprefix("last")))
-    else:
-        steps = [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
-    rollout = find_stage(parts.callbacks, RolloutStage)  # type: ignore[type-abstract]
-    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
+    rollout = parts.stages.rollout
     try:
-        parts.engine.open(policy, run, temperature=config.eval.temperature)
         for split in splits:
-            tasks = select_tasks(parts.environment, policy, split, config.eval.tasks, *limits)
+            parts.environment.tasks(split)  # an unknown one is refused before anything is paid for
+        rollout.open(RunContext(folder=run, temperature=config.eval.temperature))
+        parts.environment.check()
+        parts.module.configure_model()
+        policy = parts.module.policy
+        if which.startswith("last") and which != "last":
+            steps = _epoch_ends(config, parts, sorted(kept), int(which.removeprefix("last")))
+        else:
+            steps = (
+                [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
+            )
+        rollout.ready(policy)
+        trainer = evaluation_trainer(partial(Trainer, accelerator="auto", devices=1), parts, run)
+        for split in splits:
+            tasks = _tasks(config, parts, split, config.eval.tasks)
+            held_out = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
             for step in steps:
                 if step >= 0:
                     checkpoint.load(kept[step], policy)
-                (batch,) = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
-                with torch.no_grad():
-                    groups = rollout.generate(policy, batch)
-                    records = evaluate_groups(groups, parts.evaluator, prices)
                 yield {
                     "run": str(run),
-                    "scaffold": parts.environment.scaffold,
                     "checkpoint": kept[step].name if step >= 0 else "base",
-                    "split": split,
                     "limits": asdict(instantiate(config.limits)),
-                    **summarise(records),
-                    "records": [r.as_dict() for r in records],
+                    **evaluate(parts, trainer, held_out, split, prices),
                 }
     finally:
         parts.close()
 
 
+def _tasks(config: DictConfig, parts: Parts, split: str, limit: int | None) -> list[Task]:
+    limits = config.limits
+    return select_tasks(
+        parts.environment, parts.module.policy, split, limit, limits.max_prompt_tokens, limits.max_response_tokens
+    )
+
+
 def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:
     """The last `count` kept steps that end a pass over the training tasks (method §7: no selection by success)."""
-    limits = config.limits.max_prompt_tokens, config.limits.max_response_tokens
-    tasks = select_tasks(parts.environment, parts.module.policy, config.env.train_split, None, *limits)
+    tasks = _tasks(config, parts, config.env.train_split, None)
     epoch = max(len(tasks) // config.tasks_per_step, 1)
     ends = [step for step in kept if step and step % epoch == 0]
     if len(ends) < count:

@@ -17,7 +17,7 @@ from draco.env.records import record_of
 from draco.env.success import summarise
 from draco.rollout.engines.api import ApiEngine, TextRollout
 from draco.rollout.loop import Limits
-from draco.run.train import instantiate
+from draco.config.compose import instantiate
 from draco.study.episodes import EpisodeFile
 
 __all__ = ["evaluate_api"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draco.core import jsonl
+from draco.core import files
 from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.core.types import Criterion
 from draco.judge.agreement import agreement
@@ -39,7 +39,7 @@ def replayable(run: Path, steps: Iterable[int] | None = None) -> list[dict[str, 
 
 def load_results(file: Path) -> dict[str, dict[str, Any]]:
     """Results by call. Failures are left out: they are sent again. So is a last line that a kill cut off."""
-    return {row["key"]: row for row in jsonl.read(file) if row["outcome"] == "ok"}
+    return {row["key"]: row for row in files.read_lines(file) if row["outcome"] == "ok"}
 
 
 def _key(call: Mapping[str, Any]) -> str:
@@ -142,12 +142,12 @@ async def replay_calls(
     counts = {"sent": 0, "failed": 0, "kept": len(calls) - len(wanted), "left": 0}
     budget = _Budget(max_usd)
     by_key = {_key(c): c for c in calls}
-    for past in jsonl.read(file):
+    for past in files.read_lines(file):
         if past["key"] in by_key:
             budget.learn(by_key[past["key"]], past["outcome"], past["usd"])
         else:
             budget.spent += past["usd"] or 0.0
-    jsonl.mend(file)
+    files.mend_lines(file)
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def one(call: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ async def replay_calls(
                 counts["left"] += 1
                 return
             row = await _send(call, client)
-            jsonl.append(file, row)  # at once: it is paid for
+            files.append_line(file, row)  # at once: it is paid for
             counts["sent"] += 1
             counts["failed"] += row["outcome"] == "failed"
             if max_usd is not None and row["usd"] is None:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rapidfuzz import fuzz
 
-from draco.core import jsonl
+from draco.core import files
 from draco.core.errors import JudgeConfigError, JudgeError
 from draco.core.types import Criterion
 from draco.judge.client import JudgeClient
@@ -85,7 +85,7 @@ def written(results: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def load_matches(file: Path) -> dict[str, int]:
     """Pairs by call; a last line that a kill cut off is left out."""
-    return {row["key"]: row["pairs"] for row in jsonl.read(file)}
+    return {row["key"]: row["pairs"] for row in files.read_lines(file)}
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -112,7 +112,7 @@ async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClie
     done = load_matches(file)
     rows = written(results)
     counts = {"asked": 0, "failed": 0, "kept": sum(r["key"] in done for r in rows)}
-    jsonl.mend(file)
+    files.mend_lines(file)
     gate = asyncio.Semaphore(64)
 
     async def one(row: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ async def match_criteria(results: Iterable[Mapping[str, Any]], client: JudgeClie
                 except JudgeError:
                     counts["failed"] += 1
                     return
-        jsonl.append(file, {"key": row["key"], "pairs": pairs})
+        files.append_line(file, {"key": row["key"], "pairs": pairs})
 
     await gather(one(r) for r in rows if r["key"] not in done)
     return counts

@@ -17,7 +17,7 @@ from importlib.resources import files
 from itertools import takewhile
 from typing import Any
 
-from draco.core import files as durable
+from draco.core.files import write_text
 from draco.run.archive import read_calls
 from draco.run.numbers import StepNumbers, inert_share, total
 from draco.study.judgements import rows_by_group
@@ -48,7 +48,7 @@ def write_page(run: Run, numbers: Sequence[StepNumbers], *, max_mb: float = 64.0
         bytes written.
     """
     content = render_page(run, numbers, max_mb=max_mb, max_text=max_text)
-    durable.write_text(run.path / "report.html", content)
+    write_text(run.path / "report.html", content)
     return len(content.encode())
 
 

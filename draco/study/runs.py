@@ -110,8 +110,7 @@ class Run:
         rubric = self.config.get("rubric", {})
         if rubric.get("name") != "self_judge":
             return ""
-        stage = rubric.get("stage", {})
-        return f"k={stage.get('k')}, {'thinking' if stage.get('thinking') else 'no thinking'}"
+        return f"k={rubric.get('k')}, {'thinking' if rubric.get('thinking') else 'no thinking'}"
 
     def final_evaluations(self, split: str) -> list[Evaluation]:
         """What a table averages: the last three checkpoints among those evaluated on most tasks with the largest n.

@@ -47,7 +47,7 @@ def judge() -> Iterator[Judge]:
 def run(folder: Path, jobs: list[dict[str, Any]], within_s: float = 600) -> list[tuple[list[int], str]]:
     """Exit statuses of the ranks and everything they said, a job."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), str(folder)],
+        [sys.executable, str(ROOT / "tests" / "support" / "ranks_driver.py"), str(folder)],
         input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, timeout=within_s,
         env={
             **os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "key-12345678",

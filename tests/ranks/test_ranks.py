@@ -26,8 +26,8 @@ SMALL = [
 ]  # fmt: skip
 #: 4 tasks on 2 ranks would be even; with 3, one rank has twice the work of the other
 REPLAY = [
-    *SMALL, "rollout._target_=ranks_driver.Replay", "+rollout.archive=source", "rubric=random", "credit=uniform",
-    "rubric.stage._target_=ranks_driver.Rewards", "update.micro_batch_tokens=300", "loss.kl_coef=0.1",
+    *SMALL, "rollout._target_=support.ranks_driver.Replay", "+rollout.archive=source", "rubric=random", "credit=uniform",
+    "rubric._target_=support.ranks_driver.Rewards", "update.micro_batch_tokens=300", "loss.kl_coef=0.1",
 ]  # fmt: skip
 DDP = [*REPLAY, "trainer=ddp"]
 FSDP = [*REPLAY, "trainer=fsdp", "distributed.gather_for_rollouts=true"]
@@ -75,7 +75,7 @@ JOBS: list[dict[str, Any]] = [
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[list[int], float]]]:
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "ranks_driver.py"), str(folder)],
+        [sys.executable, str(ROOT / "tests" / "support" / "ranks_driver.py"), str(folder)],
         input=json.dumps(JOBS), capture_output=True, text=True, cwd=ROOT, timeout=1800,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
     )  # fmt: skip

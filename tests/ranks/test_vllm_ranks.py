@@ -34,7 +34,7 @@ def test_ranks_share_a_server(trainer: str, staleness: int, tmp_path: Path) -> N
     ]  # fmt: skip
     try:
         done = subprocess.run(
-            [sys.executable, str(ROOT / "tests/ranks_driver.py"), str(tmp_path)],
+            [sys.executable, str(ROOT / "tests/support/ranks_driver.py"), str(tmp_path)],
             input=json.dumps([{"name": trainer, "ranks": 2, "overrides": overrides}]), capture_output=True, text=True,
             cwd=ROOT, timeout=600,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},

@@ -32,7 +32,7 @@ def options(model: Path) -> tuple[str, ...]:
         "steps=2", "tasks_per_step=2", "group_size=3", "eval.before=false", "eval.tasks=1", "policy=hf",
         f"policy.path={model}", "policy.dtype=float32", "policy.rank=2", "lr=1e-3", "rubric=self_judge",
         "engine._target_=chatty.Chatty", "limits.max_response_tokens=4000", "report=false",
-        "rubric.stage.max_reply_tokens=30000",
+        "rubric.max_reply_tokens=30000",
     )  # fmt: skip
 
 
@@ -93,8 +93,8 @@ def test_at_an_endpoint_the_name_follows_the_adapter(
     options: tuple[str, ...], served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOSTED_VLLM_API_KEY", "key-of-the-server")
-    place = (f"rubric.stage.api_base={served.base}", "rubric.stage.model='hosted_vllm/policy-{version}'")
-    train(*options, *place, "rubric.stage.thinking=false", "rubric.stage.k=1", f"run={tmp_path / 'run'}")
+    place = (f"rubric.api_base={served.base}", "rubric.model='hosted_vllm/policy-{version}'")
+    train(*options, *place, "rubric.thinking=false", "rubric.k=1", f"run={tmp_path / 'run'}")
     assert {b["model"] for b in served.calls} == {"policy-0", "policy-1"}
     assert {b["chat_template_kwargs"]["enable_thinking"] for b in served.calls} == {False}
     assert {b["max_tokens"] for b in served.calls} == {30000}
@@ -123,12 +123,12 @@ def test_the_engines_endpoint(
 def test_an_endpoint_that_does_not_answer(options: tuple[str, ...], served: Served, tmp_path: Path) -> None:
     """Named without a version it is asked before the weights load; else the first batch is lost, and the run stops."""
     served.answer = lambda body: Answer(status=404, error="The model `policy` does not exist.")
-    place = (f"rubric.stage.api_base={served.base}", "rubric.stage.judge.backoff_s=0")
-    with pytest.raises(JudgeConfigError, match=r"does not exist.*rubric\.stage\.model"):
-        train(*options, *place, "rubric.stage.model=hosted_vllm/policy", f"run={tmp_path / 'a'}")
+    place = (f"rubric.api_base={served.base}", "rubric.judge.backoff_s=0")
+    with pytest.raises(JudgeConfigError, match=r"does not exist.*rubric\.model"):
+        train(*options, *place, "rubric.model=hosted_vllm/policy", f"run={tmp_path / 'a'}")
     served.answer = lambda body: Answer(status=503)
     with pytest.raises(TrainingStopped, match=r"max_failed_share|no longer answers"):
-        train(*options, *place, "rubric.stage.model='hosted_vllm/p-{version}'", f"run={tmp_path / 'b'}")
+        train(*options, *place, "rubric.model='hosted_vllm/p-{version}'", f"run={tmp_path / 'b'}")
 
 
 def test_preflight(options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,4 +140,4 @@ def test_preflight(options: tuple[str, ...], tmp_path: Path, capsys: pytest.Capt
 
 def test_what_does_not_fit_is_said_before_a_rollout(options: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"merge call of judge.plan=paper may need .* judge.plan=lean"):
-        train(*options, "rubric.stage.context=60000", f"run={tmp_path / 'run'}")
+        train(*options, "rubric.context=60000", f"run={tmp_path / 'run'}")

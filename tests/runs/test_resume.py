@@ -25,7 +25,7 @@ from draco.run.checkpoint import checkpoints
 TESTS = Path(__file__).parent
 OPTIONS = [
     "steps=3", "tasks_per_step=2", "group_size=2", "policy.rank=4", "policy.dropout=0.1", "eval.tasks=2",
-    "eval.every=2", "limits.max_response_tokens=160", "checkpoint.keep_last=1", "rubric.stage.propose_cache=run",
+    "eval.every=2", "limits.max_response_tokens=160", "checkpoint.keep_last=1", "rubric.propose_cache=run",
 ]  # fmt: skip
 
 UPDATE = "torch.optim.adamw:AdamW.step"

@@ -112,7 +112,7 @@ def test_outcome_blindness_an_evaluator_that_always_raises_changes_nothing(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "blind"
-    train(*QUICK, f"run={run}", "env.evaluator._target_=test_run.Raises")
+    train(*QUICK, f"run={run}", f"env.evaluator._target_={__name__}.Raises")
     assert same(finished[0], run)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["base_success"], summary["final_success"], summary["unevaluated"]) == (None, None, 6)
@@ -173,7 +173,7 @@ def test_a_guard_stops_the_run_with_its_state_and_says_how_to_go_on(tmp_path: Pa
     options = ("eval.before=false", "eval.tasks=3", "update.max_bad_steps=1", "checkpoint.save_every=50")
     GlobalHydra.instance().clear()
     with initialize_config_module("conf", version_base="1.3"):
-        config = compose("train", [*QUICK, *options, "credit.stage._target_=test_run.Poisoned", f"run={run}"])
+        config = compose("train", [*QUICK, *options, f"credit._target_={__name__}.Poisoned", f"run={run}"])
     with pytest.raises(TrainingStopped, match=f"non-finite.*saved up to step=\\d+, go on with: .* resume={run}"):
         _job(config, [], str(run), sweeping=False)
     (saved,) = checkpoints(run)
@@ -370,7 +370,7 @@ BAD = [
     ("resume=/nowhere", "no run there"),
     ("loss.zero_signal=maybe", "zero_signal"),
     ("env.step=word", "code_block"),
-    ("rubric.stage.criteria=/nowhere", "no static rubric"),
+    ("rubric.criteria=/nowhere", "no static rubric"),
     ("rubric=outcome env.evaluator=null", "rubric=outcome needs the environment's evaluator"),
 ]
 
@@ -389,7 +389,7 @@ def test_the_scripted_judge_refuses_a_static_rubric_that_it_has_no_rule_for(
     rubric = tmp_path / "mine.yaml"
     own = "{title: Speaks Latin, description: d, evaluator_instruction: e}"
     rubric.write_text(f"criteria: [{own}]", encoding="utf-8")
-    chosen = ("rubric=static", f"rubric.stage.criteria={rubric}", f"run={tmp_path / 'run'}")
+    chosen = ("rubric=static", f"rubric.criteria={rubric}", f"run={tmp_path / 'run'}")
     with pytest.raises(ConfigError, match="has a rule for none of the static rubric's criteria"):
         train(*chosen)
     known = "{title: Fetches complete data, description: d, evaluator_instruction: e}"

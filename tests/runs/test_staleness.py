@@ -85,7 +85,7 @@ def fit(policy: Callable[[], Policy], journal: list[str], steps: int, fault: int
         UniformCredit(),
         Updates(journal),
     ]
-    module = make_module(policy, loss=LossOptions(tis_cap=2.0))
+    module = make_module(policy, stages, loss=LossOptions(tis_cap=2.0))
     loader = TaskLoader(environment.tasks("train"), steps=steps, tasks_per_step=1, group_size=2, seed=0)
     make_trainer(stages, **options).fit(module, train_dataloaders=loader)
 

@@ -22,7 +22,7 @@ from support.echo import TINY, EchoEpisode
 from support.fake_vllm import FakeVllm
 
 from callbacks.rubric.random import RandomRubric
-from draco.config.choices import compose_config
+from draco.config.compose import compose_config
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Credit, Group, Judgement, Task, Termination

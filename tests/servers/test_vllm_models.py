@@ -83,7 +83,7 @@ def test_a_real_small_model_judges_a_step(smollm2: VllmEngine, tmp_path: Path, m
     train(
         configuration(
             f"run={run}", "steps=1", "tasks_per_step=1", "group_size=2", "eval.before=false", "eval.tasks=1",
-            "limits.max_response_tokens=100", "rubric=static", f"rubric.stage.criteria={criteria}", "judge=litellm",
+            "limits.max_response_tokens=100", "rubric=static", f"rubric.criteria={criteria}", "judge=litellm",
             f"judge.model=hosted_vllm/{name}", f"judge.api_base={base}", f"judge.max_tokens={TOKENS}",
             "judge.max_failed_share=1", "judge.max_retries=0", "judge.timeout_s=1200", "report=false",
         )

@@ -22,7 +22,7 @@ from draco.module import GRPOModule, UpdateOptions
 from draco.policy.policy import Policy
 from draco.run.archive import read_table, read_trajectories
 from draco.run.loader import TaskLoader
-from draco.stages import RolloutStage, RubricStage
+from draco.stages import RolloutStage, RubricStage, Stages, Taken
 from draco.update.options import LossOptions
 
 TASKS, MEMBERS, STEPS = 3, 3, 5
@@ -47,13 +47,12 @@ class Replay(RolloutStage):
             self.groups.append(Group(task, trajectories, index, batch.step))
             yield self.groups[-1]
 
-    def take_groups(self) -> list[Group]:
+    def take(self) -> Taken:
+        count, turns = sum(len(g.trajectories) for g in self.groups), len(self.groups)
         taken, self.groups = self.groups, []
-        return taken
-
-    def take_metrics(self) -> dict[str, float]:
-        count = sum(len(g.trajectories) for g in self.groups)
-        return {"rollout/count": float(count), "rollout/turns": float(len(self.groups)), "time/rollout_s": float(count)}
+        return Taken(
+            {"rollout/count": float(count), "rollout/turns": float(turns), "time/rollout_s": float(count)}, taken
+        )
 
 
 class Rewards(RubricStage):
@@ -113,15 +112,16 @@ def replay(run: Path, ranks: int, updates: int) -> dict[str, Any]:
             rows.append(metrics)
             archived.append([g.index for g in self.record.groups])
 
+    stages = Stages(Replay(run), Rewards(), Poisoned())
     module = Module(
-        policy, optimizer, loss=LossOptions(kl_coef=0.1),
+        policy, optimizer, stages, loss=LossOptions(kl_coef=0.1),
         update=UpdateOptions(grad_clip=1e9, updates_per_batch=updates, max_bad_steps=9),
     )  # fmt: skip
     tasks = [Task(f"t{i}", "", "train", "s") for i in range(TASKS)]
     loader = TaskLoader(tasks, steps=STEPS, tasks_per_step=TASKS, group_size=MEMBERS, seed=0)
     trainer = Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False, max_epochs=1,
-        callbacks=[Replay(run), Rewards(), Poisoned()], enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=list(stages), enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(module, train_dataloaders=loader)

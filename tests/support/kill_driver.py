@@ -1,6 +1,6 @@
 """Runs jobs in forked children of one warm process and kills them at given points; tests/test_resume.py reads the rest.
 
-    echo '[{"run": FOLDER, "overrides": […], "kills": [POINT, …]}]' | python tests/kill_driver.py
+    echo '[{"run": FOLDER, "overrides": […], "kills": [POINT, …]}]' | python tests/support/kill_driver.py
 
 A point is where the child ends itself with SIGKILL (file operations are seen as audit events):
 

@@ -14,7 +14,7 @@ from draco.core.types import Credit, Group, Judgement, Task, TaskBatch
 from draco.module import GRPOModule, StepRecord
 from draco.policy.policy import Policy
 from draco.rollout.rollout import Rollout
-from draco.stages import RolloutStage, RubricStage
+from draco.stages import RolloutStage, RubricStage, RunContext, Stages
 from draco.update.gradients import Totals
 
 DONE = "<code>done</code>"
@@ -47,8 +47,13 @@ def script(rollout: Rollout) -> list[str]:
     return [*turns[: rollout.sample + 1], DONE]
 
 
-def make_module(policy: Callable[[], Policy], **options: Any) -> GRPOModule:
-    return GRPOModule(policy, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+def make_module(policy: Callable[[], Policy], callbacks: list[Any] | None = None, **options: Any) -> GRPOModule:
+    """A module with the stages among `callbacks`, opened; without callbacks with stages that do nothing."""
+    stages = Stages.of(callbacks) if callbacks else Stages(_Null(), Rewards(lambda g: []), UniformCredit())
+    module = GRPOModule(policy, lambda p: torch.optim.SGD(p, lr=0.1), stages, **options)
+    for stage in stages:
+        stage.open(RunContext(needs_citations=stages.credit.needs_citations, next_batch=module.next_batch))
+    return module
 
 
 def gradients(module: GRPOModule, credits: list[Credit]) -> torch.Tensor:
@@ -77,7 +82,6 @@ def prepared(policy: Callable[[], Policy], **options: Any) -> GRPOModule:
     """A module ready for `update` outside a trainer."""
     module = make_module(policy, **options)
     module.configure_model()
-    module.rollout, module.rubric, module.credit = _Null(), Rewards(lambda g: []), UniformCredit()
     module.manual_backward = lambda loss: loss.backward()  # type: ignore[method-assign,assignment]
     return module
 

@@ -1,6 +1,6 @@
 """Runs jobs of several processes, forked from one warm process, and injects faults; test_ranks.py reads the rest.
 
-    echo '[{"name": …, "ranks": 2, "overrides": […], "fault": {…}}]' | python tests/ranks_driver.py FOLDER
+    echo '[{"name": …, "ranks": 2, "overrides": […], "fault": {…}}]' | python tests/support/ranks_driver.py FOLDER
 
 Each child gets the variables that torchrun would set and does what `python train.py` does. Its output goes to
 FOLDER/NAME.RANK.log; a JSON list of [exit statuses, seconds from the first rank's end to the last one's] a job is

@@ -112,8 +112,8 @@ def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: i
     config = {
         "steps": 2, "seed": seed, "env": {"name": "echo"}, "policy": {"path": "pkg://draco.policy.tiny"},
         "judge": {"_target_": "draco.judge.client.JudgeClient", "model": "judge/one"},
-        "rubric": {"name": rubric, "stage": {"attribution_overrides": "ignore"}},
-        "credit": {"name": credit, "stage": {"_target_": "callbacks.credit.step.StepLevelCredit"}},
+        "rubric": {"name": rubric, "attribution_overrides": "ignore"},
+        "credit": {"name": credit, "_target_": "callbacks.credit.step.StepLevelCredit"},
     }  # fmt: skip
     (path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
     (path / "metrics.csv").write_text("step,reward/mean,update/loss\n1,0.0,0.5\n2,-1.0,0.25\n", encoding="utf-8")

@@ -273,9 +273,9 @@ def _advice(
 
 
 def _judge(config: DictConfig, size: ModelSize, a: Assumptions, archive: Path | None) -> dict[str, Any]:
-    if "judge" not in config.rubric.stage:
+    if "judge" not in config.rubric:
         return {"step": None, "run": None}
-    stage, groups, members = config.rubric.stage, config.tasks_per_step, config.group_size
+    stage, groups, members = config.rubric, config.tasks_per_step, config.group_size
     own = "k" in stage  # the policy judges
     voters = int(stage.k) if own else max(len(config.judge.get("members") or []), 1)
     plan = str(stage.judge.get("plan", "paper"))

@@ -73,5 +73,5 @@ def test_credit_stages_refuse_bad_options_when_they_are_built(options: dict[str,
 
 
 def test_unanimous_is_checked_when_the_stage_is_built() -> None:
-    with pytest.raises(ConfigError, match=r"credit\.stage\.unanimous is 'foo'; expected equal_totals or uniform"):
+    with pytest.raises(ConfigError, match=r"credit\.unanimous is 'foo'; expected equal_totals or uniform"):
         StepLevelCredit(unanimous="foo")  # type: ignore[arg-type]

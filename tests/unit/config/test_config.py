@@ -16,15 +16,16 @@ from callbacks.credit.step import StepLevelCredit
 from callbacks.rollout import AgentRollout
 from callbacks.rubric.dynamic import DynamicRubric
 from draco.config.choices import explained, refuse_beside_self_judge, refuse_unread
-from draco.config.rules import check, check_optimizer
+from draco.config.rules import check
 from draco.core.errors import ConfigError, StageError
 from draco.env.desk import DeskEnvironment
 from draco.module import GRPOModule, LossOptions
 from draco.policy.policy import Policy
 from draco.rollout.loop import Limits
+from draco.run.build import build, check_optimizer
 from draco.run.folder import prepare, redacted, resume_config
 from draco.run.loader import select_tasks
-from draco.run.train import build, train
+from draco.run.train import train
 
 CONF = Path(__file__).parents[3] / "conf"
 
@@ -52,7 +53,7 @@ def test_every_setting_builds(rubric: str, credit: str, tmp_path: Path) -> None:
 def test_every_option_composes_and_resolves(group: str, option: str, tmp_path: Path) -> None:
     config = configuration(f"{group}={option}", f"run={tmp_path}")
     missing = OmegaConf.missing_keys(config)
-    assert missing <= {"judge.model", "rubric.stage.judge.model", "policy.path"}
+    assert missing <= {"judge.model", "rubric.judge.model", "policy.path"}
     filled = [f"{key}=x" for key in missing if "rubric" not in key]
     OmegaConf.to_container(configuration(f"{group}={option}", f"run={tmp_path}", *filled), resolve=True)
 
@@ -119,10 +120,10 @@ def test_an_unknown_option_is_answered_with_the_valid_ones(overrides: tuple[str,
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("judge.concurrency=2", ": rubric.stage.judge.concurrency=…"),
-        ("++judge.max_usd=5", ": +rubric.stage.judge.max_usd=…"),
-        ("judge.prices={input: 1, output: 2}", ": +rubric.stage.judge.prices=…"),
-        ("judge.max_failed_share=0.5", ": rubric.stage.max_failed_share=…"),
+        ("judge.concurrency=2", ": rubric.judge.concurrency=…"),
+        ("++judge.max_usd=5", ": +rubric.judge.max_usd=…"),
+        ("judge.prices={input: 1, output: 2}", ": +rubric.judge.prices=…"),
+        ("judge.max_failed_share=0.5", ": rubric.max_failed_share=…"),
     ],
 )
 def test_a_judges_options_are_refused_where_the_policy_judges(override: str, instead: str) -> None:
@@ -131,7 +132,7 @@ def test_a_judges_options_are_refused_where_the_policy_judges(override: str, ins
         refuse_beside_self_judge(configuration(*given), given)
     assert str(caught.value).startswith(f"{override}: with rubric=self_judge the policy is the judge")
     assert str(caught.value).endswith(instead)
-    for fine in (given[:3], (*given[:3], "rubric.stage.judge.concurrency=2"), ("rubric=dynamic", override)):
+    for fine in (given[:3], (*given[:3], "rubric.judge.concurrency=2"), ("rubric=dynamic", override)):
         refuse_beside_self_judge(configuration(*fine), fine)
 
 
@@ -194,14 +195,14 @@ def test_the_optimizer_is_tried_before_anything_runs(override: str) -> None:
 
 def test_a_stage_that_is_no_stage_is_named() -> None:
     config = configuration()
-    config.credit.stage = {"_target_": "callbacks.health.Health"}
+    config.credit = {"name": "step", "_target_": "callbacks.health.Health"}
     with pytest.raises(StageError, match="exactly one CreditStage"):
         build_with(config)
 
 
 def test_a_stage_set_to_null_is_missing() -> None:
     with pytest.raises(StageError, match="exactly one RubricStage among the callbacks, found no") as caught:
-        build_with(configuration("rubric.stage=null", "judge=litellm"))
+        build_with(configuration("~rubric", "judge=litellm"))
     assert "NoneType" not in str(caught.value)
 
 
@@ -279,9 +280,9 @@ def build_with(config: DictConfig) -> Any:
 
 def test_the_scripted_judge_refuses_another_environment() -> None:
     config = configuration()
-    config.env.name = "elsewhere"
-    with pytest.raises(ConfigError, match="judge=scripted knows the embedded environment desk alone"):
-        build_with(config)
+    config.run, config.env.name = "unused", "elsewhere"
+    with pytest.raises(ConfigError, match="judge.model=draco-scripted/desk knows env=desk alone, not env=elsewhere"):
+        check(config)
 
 
 def test_step_credit_without_citations_warns(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,25 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from draco.core import jsonl
+from draco.core import files
 from draco.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("cut", [b"", b"{", b'{"b": 2}'])
 def test_a_cut_line_is_left_out_and_cut_off_before_more_is_appended(tmp_path: Path, cut: bytes) -> None:
     file = tmp_path / "folder" / "x.jsonl"
-    assert jsonl.read(file) == []
-    jsonl.mend(file)
-    jsonl.append(file, {"a": "\u2028"})
+    assert files.read_lines(file) == []
+    files.mend_lines(file)
+    files.append_line(file, {"a": "\u2028"})
     file.write_bytes(file.read_bytes() + cut)
-    assert jsonl.read(file) == [{"a": "\u2028"}]
-    jsonl.mend(file)
-    jsonl.append(file, [3])
-    assert jsonl.read(file) == [{"a": "\u2028"}, [3]]
+    assert files.read_lines(file) == [{"a": "\u2028"}]
+    files.mend_lines(file)
+    files.append_line(file, [3])
+    assert files.read_lines(file) == [{"a": "\u2028"}, [3]]
 
 
 def test_a_whole_line_that_is_no_json_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"a": 1}\n{"b"\n[3]\n')
     with pytest.raises(ConfigError, match=r"x.jsonl, line 2 is no JSON"):
-        jsonl.read(file)
+        files.read_lines(file)

@@ -177,7 +177,7 @@ def test_the_call_before_a_run_asks_every_member() -> None:
 
     fake.acompletion = by_model  # type: ignore[method-assign]
     gone = False
-    record = stage.check()
+    record = stage.ping()
     assert record is not None
     assert record.model == "fake-judge/m"
     assert [a["model"] for a in fake.arguments] == ["m", "n", "o"]

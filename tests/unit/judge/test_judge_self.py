@@ -15,7 +15,7 @@ from support.judge_desk import play
 from support.judge_fakes import FakeJudge, client, group
 
 from callbacks.rubric.self_judge import SelfJudgeRubric
-from draco.config.choices import compose_config
+from draco.config.compose import compose_config
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Group, Message
 from draco.env.desk.environment import DeskEnvironment
@@ -31,6 +31,7 @@ from draco.policy.policy import Policy
 from draco.rollout.engines import Engine
 from draco.rollout.engines.transformers import TransformersEngine
 from draco.rollout.rollout import Rollout
+from draco.stages import RunContext
 
 
 def policy_client(**options: Any) -> JudgeClient:
@@ -80,7 +81,8 @@ def brain(policy: Policy, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> 
 
 def stage(brain: Any, engine: Any, **options: Any) -> SelfJudgeRubric:
     made = SelfJudgeRubric(policy_client(plan=options.pop("plan", "paper")), max_reply_tokens=100_000, **options)
-    made.use(brain, engine)
+    made.open(RunContext(engine=engine))
+    made.ready(brain)
     return made
 
 
@@ -102,7 +104,7 @@ def test_all_calls_go_to_the_policy_and_scores_are_asked_k_times(brain: Any, pla
     assert any(v.score < 0 for row in judged.verdicts for v in row)
     assert len(engine.asked) == phases
     assert len(set(engine.seeds)) == phases  # equal prompts have different random streams
-    records = made.take_records()
+    records = made.take().calls
     assert {r.model for r in records} == {f"draco-policy/{local.adapter_hash(brain)}"}
     assert judged.metrics["judge/vote_agreement"] == 1.0
     assert judged.metrics["judge/cost_usd"] == 0.0
@@ -127,7 +129,7 @@ def test_the_time_in_which_calls_wait_for_the_last_rollout_is_none_of_judging(br
     made.busy = Busy(lambda: now)
     try:
         list(made.judge(rollouts()))
-        assert made.take_metrics()["time/judge_s"] == len(engine.asked)
+        assert made.take().metrics["time/judge_s"] == len(engine.asked)
     finally:
         made.close()
 
@@ -170,7 +172,8 @@ def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(policy: P
     """The real engine and a real, unable policy."""
     made = SelfJudgeRubric(policy_client(), max_reply_tokens=8, max_prompt_tokens=64, max_response_tokens=64, k=1)
     made.context = 60_000
-    made.use(policy, TransformersEngine())
+    made.open(RunContext(engine=TransformersEngine()))
+    made.ready(policy)
     small = Group(group(1).task, group(2).trajectories)
     made.pipeline.plan.messages = lambda phase, material, caveats: [  # type: ignore[method-assign]
         {"role": "system", "content": "judge"},
@@ -181,7 +184,7 @@ def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(policy: P
             list(made.judge([small]))
     finally:
         made.close()
-    assert {r.outcome for r in made.take_records()} == {"reask", "reply_error"}
+    assert {r.outcome for r in made.take().calls} == {"reask", "reply_error"}
 
 
 def test_a_fault_of_the_engine_is_raised_and_fails_its_calls() -> None:
@@ -210,7 +213,8 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     served = iter([("http://127.0.0.1:9/v1", "policy-v3", "key-12345678"), ("http://127.0.0.1:9/v1", "policy-v4", "")])
     serving = SimpleNamespace(judge_endpoint=lambda: next(served), context=None)
     made = SelfJudgeRubric(policy_client(), max_reply_tokens=64)
-    made.use(brain, serving)  # type: ignore[arg-type]
+    made.open(RunContext(engine=serving))  # type: ignore[arg-type]
+    made.ready(brain)
     made.before_group(group(2))
     chosen = made.pipeline.client
     assert isinstance(chosen, JudgeMember)
@@ -226,11 +230,12 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     made.before_group(group(2))
     assert made.pipeline.client.model == "hosted_vllm/policy-v4"
     named = SelfJudgeRubric(policy_client(), max_reply_tokens=64, api_base="http://x/v1", model="fake-judge/p{version}")
-    named.use(brain, serving)  # type: ignore[arg-type]
+    named.open(RunContext(engine=serving))  # type: ignore[arg-type]
+    named.ready(brain)
     (judged,) = named.judge([group(2)])
     named.close()
     assert len(judged.rewards) == 2
-    assert {r.model for r in named.take_records()} == {"fake-judge/p3"}
+    assert {r.model for r in named.take().calls} == {"fake-judge/p3"}
     assert fake.arguments[0]["api_base"] == "http://x/v1"
     assert fake.phases().count("score") == 6
 
@@ -239,16 +244,21 @@ def test_what_cannot_fit_is_refused_before_training(brain: Any) -> None:
     assert needed_context("paper", 6, 4096, 24576, 50, 4096)["merge"] == 6 * 28672 + 6000 + 4096
     assert needed_context("lean", 6, 4096, 24576, 50, 4096)["merge"] < 100_000
     brain.model.config.max_position_embeddings = 131_072
+
+    def judging(served: int | None, rubric: SelfJudgeRubric) -> None:
+        rubric.open(RunContext(engine=SimpleNamespace(context=served)))  # type: ignore[arg-type]
+        rubric.ready(brain)
+
     with pytest.raises(ConfigError, match=r"merge call of judge.plan=paper may need .* judge.plan=lean"):
-        SelfJudgeRubric(policy_client()).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
-    SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
+        judging(None, SelfJudgeRubric(policy_client()))
+    judging(None, SelfJudgeRubric(policy_client(plan="lean")))
     with pytest.raises(ConfigError, match=r"served with 32768; .*engine.launch.max_len"):
-        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=32_768))  # type: ignore[arg-type]
+        judging(32_768, SelfJudgeRubric(policy_client(plan="lean")))
     elsewhere = SelfJudgeRubric(policy_client(plan="lean"), api_base="http://x/v1", model="hosted_vllm/p")
-    elsewhere.use(brain, SimpleNamespace(context=32_768))  # type: ignore[arg-type]
+    judging(32_768, elsewhere)
     brain.model.config.max_position_embeddings = 16_384
     with pytest.raises(ConfigError, match="smaller limits"):
-        SelfJudgeRubric(policy_client(plan="lean")).use(brain, SimpleNamespace(context=None))  # type: ignore[arg-type]
+        judging(None, SelfJudgeRubric(policy_client(plan="lean")))
 
 
 @pytest.mark.parametrize(
@@ -265,11 +275,11 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_tiny_policy_is_refused_by_name_and_the_option_composes() -> None:
-    from draco.run.train import instantiate
+    from draco.config.compose import instantiate_group
 
     with pytest.raises(ConfigError, match="policy=tiny"):
-        instantiate(compose_config(["rubric=self_judge"]).rubric.stage)
-    made = instantiate(compose_config(["rubric=self_judge", "policy=smollm2", "judge.plan=lean"]).rubric.stage)
+        instantiate_group(compose_config(["rubric=self_judge"]).rubric)
+    made = instantiate_group(compose_config(["rubric=self_judge", "policy=smollm2", "judge.plan=lean"]).rubric)
     assert (made.k, made.thinking, made.pipeline.plan.name) == (3, True, "lean")
 
 

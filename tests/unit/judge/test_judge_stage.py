@@ -17,12 +17,14 @@ from callbacks.rubric.dynamic import DynamicRubric
 from callbacks.rubric.outcome import OutcomeRubric
 from callbacks.rubric.random import RandomRubric, toss
 from callbacks.rubric.static import StaticRubric, load_criteria
+from draco.config.compose import instantiate_group
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, JudgeConfigError, TrainingStopped
 from draco.core.types import Failure, Group, Judgement, Task, Termination
 from draco.env.base import Evaluator, Outcome
 from draco.judge.busy import Busy
 from draco.judge.stage import JudgedRubric, read_secret
+from draco.stages import RunContext, Taken
 from draco.update.metrics import judge_speed
 
 
@@ -118,7 +120,8 @@ def test_citations_only_where_they_are_needed(fake: FakeJudge, stages: list[Judg
 def test_records_and_metrics_are_taken_once(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
     stage = dynamic(stages, fake)
     judged = list(stage.judge(three_groups()))
-    records = stage.take_records()
+    taken = stage.take()
+    records = taken.calls
     assert len(records) == len(fake.calls) == 3 * 8
     assert [r.task_id for r in records] == sorted(r.task_id for r in records)
     assert [r.phase for r in records[:8]] == [
@@ -128,11 +131,10 @@ def test_records_and_metrics_are_taken_once(fake: FakeJudge, stages: list[Judged
         *["score"] * 2,
         *["attribute"] * 2,
     ]
-    metrics = stage.take_metrics()
+    metrics = taken.metrics
     assert metrics["judge/calls"] == 24
     assert metrics["rubric/pass_rate"] == pytest.approx(judged[0].metrics["rubric/pass_rate"])
-    assert stage.take_records() == []
-    assert stage.take_metrics() == {}
+    assert stage.take() == Taken()
 
 
 def test_the_seconds_of_judging_and_its_speed(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -140,12 +142,12 @@ def test_the_seconds_of_judging_and_its_speed(fake: FakeJudge, stages: list[Judg
     hands = iter([3.0, 5.0, 7.0, 7.5])
     stage.busy = Busy(lambda: next(hands))
     list(stage.judge([group(2)]))
-    metrics = stage.take_metrics()
+    metrics = stage.take().metrics
     assert metrics["time/judge_s"] == 2.0
     assert judge_speed(metrics) == {"judge/tokens_per_s": 8 * (10 + 5) / 2.0}
     dead = tuple(trajectory(i, termination=Termination.DEADLINE) for i in range(2))
     list(stage.judge([Group(TASK, dead)]))
-    metrics = stage.take_metrics()
+    metrics = stage.take().metrics
     assert metrics["judge/calls"] == 0
     assert "time/judge_s" not in metrics  # nothing was asked
 
@@ -173,13 +175,13 @@ def test_groups_that_are_judged_side_by_side_take_their_time_once() -> None:
 def test_the_order_of_records_is_not_that_of_arrival(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
     stage = dynamic(stages, fake)
     list(stage.judge([group(2)]))
-    one = next(r for r in stage.take_records() if r.phase == "score")
+    one = next(r for r in stage.take().calls if r.phase == "score")
     ways = [("model", ("a", "b")), ("repeat", (0, 1)), ("attempt", (1, 2)), ("prompt_hash", ("0", "1"))]
     for name, values in ways:
         both = [replace(one, **{name: value}) for value in values]
         for arrived in (both, both[::-1]):
             stage._records.extend(arrived)
-            assert stage.take_records() == both
+            assert stage.take().calls == both
 
 
 def test_too_many_failures_stop_the_run(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -294,18 +296,18 @@ def test_one_loop_a_process() -> None:
 
 def test_bind_adds_caveats_and_secret(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
     stage = dynamic(stages, fake, caveats=["mine"])
-    stage.bind(["theirs"], b"0123456789abcdef")
+    stage.open(RunContext(caveats=("theirs",), secret=b"0123456789abcdef"))
     list(stage.judge([group(2)]))
     system = fake.prompts[0][0]["content"]
     assert system.index("- mine\n") < system.index("- theirs\n")
     codes = {line for p in fake.prompts for line in p[1]["content"].split("\n") if line.startswith("<<<BEGIN")}
-    stage.bind(["theirs"], b"another secret!!")
+    stage.open(RunContext(caveats=("theirs",), secret=b"another secret!!"))
     list(stage.judge([group(2)]))
     assert codes.isdisjoint(
         line for p in fake.prompts[8:] for line in p[1]["content"].split("\n") if line.startswith("<<<BEGIN")
     )
     with pytest.raises(ConfigError):
-        stage.bind([], b"short")
+        stage.open(RunContext(secret=b"short"))
 
 
 def test_secret_file(tmp_path: Path, fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -396,8 +398,9 @@ def test_outcome_rubric() -> None:
     assert [(f.sample, f.phase) for f in j.failures] == [(2, "evaluate"), (3, "evaluate")]
     assert "database gone" in j.failures[0].reason
     assert j.failures[1].reason == "lost"
-    assert stage.take_metrics()["judge/failed"] == 2
-    assert stage.take_records() == []
+    taken = stage.take()
+    assert taken.metrics["judge/failed"] == 2
+    assert taken.calls == []
     j = next(stage.judge([with_end_states("yes", "raise")]))
     assert j.group.trajectories == ()
     assert [f.phase for f in j.failures] == ["group", "evaluate"]
@@ -425,14 +428,13 @@ CONF = Path(__file__).parents[3] / "conf"
 
 @pytest.mark.parametrize("name", ["dynamic", "static", "random", "outcome"])
 def test_configurations_build_their_stage(name: str) -> None:
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     evaluator = {"_target_": f"{__name__}.ByEndState"}
     config = OmegaConf.create({"seed": 3, "env": {"evaluator": evaluator}, "update": {"order": "batch"}})
     config.judge = OmegaConf.load(CONF / "judge" / "scripted.yaml")
     config.rubric = OmegaConf.load(CONF / "rubric" / f"{name}.yaml")
-    stage = instantiate(config.rubric.stage)
+    stage = instantiate_group(config.rubric)
     assert config.rubric.name == name
     assert type(stage).__name__ == f"{name.title()}Rubric"
     if isinstance(stage, JudgedRubric):
@@ -452,10 +454,10 @@ def test_the_litellm_configuration_asks_for_a_model() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "random"}, "^rubric.stage.order is 'random'; expected batch or arrival$"),
+        ({"order": "random"}, "^rubric.order is 'random'; expected batch or arrival$"),
         ({"max_failed_share": 2.0}, "^judge.max_failed_share is 2.0; expected a number"),
-        ({"attribution_overrides": "maybe"}, "^rubric.stage.attribution_overrides is 'maybe'; expected ignore or"),
-        ({"propose_cache": "always"}, "^rubric.stage.propose_cache is 'always'; expected group or run$"),
+        ({"attribution_overrides": "maybe"}, "^rubric.attribution_overrides is 'maybe'; expected ignore or"),
+        ({"propose_cache": "always"}, "^rubric.propose_cache is 'always'; expected group or run$"),
     ],
 )
 def test_bad_options(fake: FakeJudge, options: dict[str, Any], message: str) -> None:
@@ -465,5 +467,5 @@ def test_bad_options(fake: FakeJudge, options: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), "half", None])
 def test_the_outcome_rubric_refuses_what_is_no_share(share: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^rubric\.stage\.max_failed_share is "):
+    with pytest.raises(ConfigError, match=r"^rubric\.max_failed_share is "):
         OutcomeRubric(ByEndState(), max_failed_share=share)

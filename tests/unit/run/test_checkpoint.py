@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.module import make_module
 
 from callbacks.checkpoint import Checkpoints
 from draco.core.errors import AdapterError, ConfigError, TrainingStopped
-from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.run import checkpoint
 from draco.run.checkpoint import checkpoints, rng_state
@@ -195,7 +195,7 @@ def test_only_the_rank_that_saves_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("callbacks.checkpoint.rank", lambda: rank)
-    module = GRPOModule(new_policy, torch.optim.AdamW)
+    module = make_module(new_policy)
     module.policy, module.batches_done = new_policy(), 3
     trainer: Any = SimpleNamespace(
         optimizers=[module.configure_optimizers()], train_dataloader=SimpleNamespace(steps_per_epoch=9, steps=9)

@@ -167,7 +167,7 @@ def test_a_rank_hides_no_fault_of_its_own_in_a_preflight(monkeypatch: pytest.Mon
 
     def try_it(fault: Exception) -> None:
         monkeypatch.setattr(preflight, "_folder", lambda *_: (_ for _ in ()).throw(fault))
-        preflight.preflight(composed(), tmp_path, pytest.fail, pytest.fail)
+        preflight.preflight(composed(), tmp_path)
 
     try_it(ConfigError("not shared"))
     with pytest.raises(PermissionError):
@@ -177,7 +177,7 @@ def test_a_rank_hides_no_fault_of_its_own_in_a_preflight(monkeypatch: pytest.Mon
 def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from draco.config import launch as placement
+    from draco.run import launch as placement
 
     fetched: list[tuple[str, str]] = []
 

@@ -298,11 +298,11 @@ def test_a_resume_may_raise_the_share_of_lost_judgements_of_a_judge_and_of_a_sel
     """The first one's guard is the judge's, the second one's is the stage's own."""
     for at, own in enumerate((None, 0.25)):
         stage = {"judge": {"max_failed_share": 0.25}, "max_failed_share": own}
-        stored = {"run": "x", "resume": None, "judge": {"max_failed_share": 0.25}, "rubric": {"stage": stage}}
+        stored = {"run": "x", "resume": None, "judge": {"max_failed_share": 0.25}, "rubric": stage}
         folder = tmp_path / str(at)
         folder.mkdir()
         write_config(OmegaConf.create(stored), folder)
         given = OmegaConf.create({"judge": {"max_failed_share": 0.6}})
         config = resume_config(folder, given, [f"resume={folder}", "judge.max_failed_share=0.6"])
-        assert config.rubric.stage.judge.max_failed_share == 0.6
-        assert config.rubric.stage.max_failed_share == (own and 0.6)
+        assert config.rubric.judge.max_failed_share == 0.6
+        assert config.rubric.max_failed_share == (own and 0.6)

@@ -408,7 +408,7 @@ def test_variants_of_a_self_judge_are_settings_of_their_own(tmp_path: Path) -> N
     for k, thinking in ((3, True), (1, False)):
         path = write_run(tmp_path / f"k{k}", rubric="self_judge")
         config = json.loads((path / "config.yaml").read_text(encoding="utf-8"))
-        config["rubric"]["stage"] |= {"k": k, "thinking": thinking}
+        config["rubric"] |= {"k": k, "thinking": thinking}
         (path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
         runs.append(open_run(path))
     (table,) = [t for t in all_tables(runs) if t.name == "T7_self_judge"]

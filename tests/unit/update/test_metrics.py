@@ -41,13 +41,13 @@ def documented() -> set[str]:
 @pytest.fixture
 def module(new_policy: Callable[[], Policy]) -> GRPOModule:
     environment = EchoEnvironment()
-    built = make_module(new_policy, loss=LossOptions(tis_cap=2.0))
     stages = [
         AgentRollout(environment, TypedEngine(script), Limits()),
         Rewards(lambda g: [float(t.sample) for t in g.trajectories]),
         UniformCredit(),
         Health(),
     ]
+    built = make_module(new_policy, stages, loss=LossOptions(tis_cap=2.0))
     loader = TaskLoader(environment.tasks("train"), steps=1, tasks_per_step=2, group_size=3, seed=0)
     make_trainer(stages).fit(built, train_dataloaders=loader)
     return built
