@@ -26,7 +26,8 @@ SMALL = [
 ]  # fmt: skip
 #: 4 tasks on 2 ranks would be even; with 3, one rank has twice the work of the other
 REPLAY = [
-    *SMALL, "rollout._target_=support.ranks_driver.Replay", "+rollout.archive=source", "rubric=random", "credit=uniform",
+    *SMALL, "rollout._target_=support.ranks_driver.Replay", "+rollout.archive=source", "rubric=random",
+    "credit=uniform",
     "rubric._target_=support.ranks_driver.Rewards", "update.micro_batch_tokens=300", "loss.kl_coef=0.1",
 ]  # fmt: skip
 DDP = [*REPLAY, "trainer=ddp"]

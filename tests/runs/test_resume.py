@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from draco.run.archive import TABLES, read_table, step_folders
 from draco.run.checkpoint import checkpoints
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 OPTIONS = [
     "steps=3", "tasks_per_step=2", "group_size=2", "policy.rank=4", "policy.dropout=0.1", "eval.tasks=2",
     "eval.every=2", "limits.max_response_tokens=160", "checkpoint.keep_last=1", "rubric.propose_cache=run",
@@ -60,7 +60,7 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 
 def drive(jobs: list[dict[str, Any]], timeout: float) -> str:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "kill_driver.py")],
+        [sys.executable, str(TESTS / "support" / "kill_driver.py")],
         input=json.dumps(jobs),
         capture_output=True,
         text=True,

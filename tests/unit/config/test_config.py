@@ -281,7 +281,7 @@ def build_with(config: DictConfig) -> Any:
 def test_the_scripted_judge_refuses_another_environment() -> None:
     config = configuration()
     config.run, config.env.name = "unused", "elsewhere"
-    with pytest.raises(ConfigError, match="judge.model=draco-scripted/desk knows env=desk alone, not env=elsewhere"):
+    with pytest.raises(ConfigError, match=r"judge\.model=draco-scripted/desk knows env=desk alone, not env=elsewhere"):
         check(config)
 
 
