@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from draco.config.compose import instantiate
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
 from draco.core.types import Task
@@ -17,7 +18,6 @@ from draco.env.records import record_of
 from draco.env.success import summarise
 from draco.rollout.engines.api import ApiEngine, TextRollout
 from draco.rollout.loop import Limits
-from draco.config.compose import instantiate
 from draco.study.episodes import EpisodeFile
 
 __all__ = ["evaluate_api"]
