@@ -23,7 +23,8 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
-from support.runs import QUICK, ROOT, SMALL, rows_of, same, shell, start, train
+from support import ROOT
+from support.runs import QUICK, SMALL, rows_of, same, shell, start, train
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.evaluation import Evaluations
@@ -112,7 +113,7 @@ def test_outcome_blindness_an_evaluator_that_always_raises_changes_nothing(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "blind"
-    train(*QUICK, f"run={run}", "env.evaluator._target_=test_run.Raises")
+    train(*QUICK, f"run={run}", f"env.evaluator._target_={__name__}.Raises")
     assert same(finished[0], run)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["base_success"], summary["final_success"], summary["unevaluated"]) == (None, None, 6)
@@ -173,7 +174,7 @@ def test_a_guard_stops_the_run_with_its_state_and_says_how_to_go_on(tmp_path: Pa
     options = ("eval.before=false", "eval.tasks=3", "update.max_bad_steps=1", "checkpoint.save_every=50")
     GlobalHydra.instance().clear()
     with initialize_config_module("conf", version_base="1.3"):
-        config = compose("train", [*QUICK, *options, "credit.stage._target_=test_run.Poisoned", f"run={run}"])
+        config = compose("train", [*QUICK, *options, f"credit.stage._target_={__name__}.Poisoned", f"run={run}"])
     with pytest.raises(TrainingStopped, match=f"non-finite.*saved up to step=\\d+, go on with: .* resume={run}"):
         _job(config, [], str(run), sweeping=False)
     (saved,) = checkpoints(run)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.policies import TINY
 
 from callbacks.checkpoint import Checkpoints
 from draco.core.errors import AdapterError, ConfigError, TrainingStopped
@@ -18,8 +19,6 @@ from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.run import checkpoint
 from draco.run.checkpoint import checkpoints, rng_state
-
-TINY = "pkg://draco.policy.tiny"
 
 
 def trained(policy: Policy) -> torch.optim.Optimizer:

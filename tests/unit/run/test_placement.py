@@ -177,7 +177,7 @@ def test_a_rank_hides_no_fault_of_its_own_in_a_preflight(monkeypatch: pytest.Mon
 def test_weights_are_fetched_once_a_node_at_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from draco.config import launch as placement
+    from draco.run import launch as placement
 
     fetched: list[tuple[str, str]] = []
 
