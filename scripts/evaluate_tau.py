@@ -1,7 +1,7 @@
 """τ-bench Banking, zero-shot: `python scripts/evaluate.py env=tau_banking run=runs/NAME n=3 tau2=/path/to/bin/tau2`.
 
-The checkpoint is served by vLLM on the loopback interface, the user's tau2 plays it, and the results are counted here:
-infrastructure errors and missing simulations are failures over tasks × n, and are shown. Writes
+The checkpoint is served by vLLM on the loopback interface, behind a key. The user's tau2 plays it, and the results are
+counted here: infrastructure errors and missing simulations are failures over tasks × n, and are shown. Writes
 `evaluations/tau_banking-CHECKPOINT-nN.json` into the run folder, which scripts/report.py reads.
 
 Options (key=value):
@@ -33,7 +33,8 @@ from draco.config.arguments import parse, prices_of, whole
 from draco.core.errors import ConfigError
 from draco.core.files import write_json
 from draco.run import checkpoint
-from draco.study.tau import BANKING, TauOptions, parse_results, recorded_settings, run_tau2, served, tau2_version
+from draco.study.tau import BANKING, TauOptions, parse_results, recorded_settings, run_tau2, tau2_version
+from draco.study.tau_server import served
 
 OPTIONS = {
     "env", "run", "n", "checkpoint", "tau2", "results", "api_base", "model", "python", "tool_parser", "port", "user",
@@ -110,17 +111,16 @@ def _checkpoint(run: Path, which: str) -> Path | None:
 def _play(run: Path, given: dict[str, str], tau: TauOptions, folder: Path | None, name: str) -> Path:
     save_to = run / "tau2" / f"{tau.domain}-{name}-n{tau.n}"
     if "api_base" in given:
-        return run_tau2(tau, given.get("model", "policy"), given["api_base"], save_to)
-    model = OmegaConf.load(run / "config.yaml").policy.path
+        return run_tau2(tau, f"openai/{given.get('model', 'policy')}", given["api_base"], save_to)
     with served(
         given.get("python", ".venv-vllm/bin/python"),
-        str(model),
+        str(OmegaConf.load(run / "config.yaml").policy.path),
         None if folder is None else folder / "adapter",
         tool_parser=given.get("tool_parser", "hermes"),
         port=whole(given, "port", 8010, least=1),
-        log=run / "vllm-tau2.log",
-    ) as (served_name, api_base):
-        return run_tau2(tau, served_name, api_base, save_to)
+        folder=run / "tau2",
+    ) as agent:
+        return run_tau2(tau, agent.model, agent.api_base, save_to, key=agent.key)
 
 
 def show(content: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from importlib.resources import files
 
 import pytest
 import torch
-from support.echo import TINY
+from support.model_server import ModelServer
+from support.policies import perturbed_policy, tiny_policy
 
 from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy
@@ -22,24 +23,13 @@ for name in ("NO_PROXY", "no_proxy"):  # servers on this machine are not behind 
 @pytest.fixture(scope="session")
 def policy() -> Policy:
     """The shipped policy; tests that change its weights must put them back or build their own."""
-    torch.manual_seed(0)
-    return Policy(TINY)
+    return tiny_policy()
 
 
 @pytest.fixture
 def new_policy() -> Callable[[], Policy]:
     """Builds a policy whose adapter is not the identity, so that policy and reference differ."""
-
-    def build() -> Policy:
-        torch.manual_seed(0)
-        built = Policy(TINY)
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in built.named_parameters():
-            if "lora_B" in name:
-                parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
-        return built
-
-    return build
+    return perturbed_policy
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +37,13 @@ def chat() -> ChatFormat:
     from transformers import AutoTokenizer
 
     return ChatFormat(AutoTokenizer.from_pretrained(str(files("draco.policy") / "tiny")))
+
+
+@pytest.fixture
+def model_server() -> Iterator[ModelServer]:
+    """A model behind HTTP that answers as the test says."""
+    with ModelServer() as made:
+        yield made
 
 
 @pytest.fixture

@@ -12,11 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +30,12 @@ __all__ = [
     "parse_results",
     "recorded_settings",
     "run_tau2",
-    "served",
     "tau2_command",
     "tau2_version",
 ]
 
 BANKING = "banking_knowledge"  #: the domain of τ-bench Banking
 _CONCURRENCY = 8  #: conversations at a time
-_LOAD_S = 900.0  #: within which a served model must answer
 
 #: tau2's `termination_reason` → ours. What its user simulator or its machinery did wrong is no doing of the agent
 ENDS = {
@@ -66,9 +60,9 @@ class TauOptions:
 
 
 def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) -> list[str]:
-    """Command line of one evaluation. Holds no key: tau2 writes its arguments into the results."""
+    """Command line of one evaluation; `model` is litellm's name. No key is in it: tau2 keeps its arguments."""
     command = [
-        options.tau2, "run", "--domain", options.domain, "--agent-llm", f"openai/{model}",
+        options.tau2, "run", "--domain", options.domain, "--agent-llm", model,
         "--agent-llm-args", json.dumps({"api_base": api_base, "temperature": 1.0}), "--user-llm", options.user,
         "--user-llm-args", json.dumps({"api_base": options.user_api_base} if options.user_api_base else {}),
         "--num-trials", str(options.n), "--max-steps", str(2 * options.max_turns),
@@ -78,8 +72,8 @@ def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) 
     return command + (["--num-tasks", str(options.tasks)] if options.tasks else [])
 
 
-def run_tau2(options: TauOptions, model: str, api_base: str, save_to: Path) -> Path:
-    """Run tau2 and return its results file.
+def run_tau2(options: TauOptions, model: str, api_base: str, save_to: Path, *, key: str | None = None) -> Path:
+    """Run tau2 and return its results file. `key` is that of the server behind ``hosted_vllm/…`` models.
 
     Raises:
         ConfigError: no such executable, or results of an earlier run are in the way.
@@ -94,6 +88,8 @@ def run_tau2(options: TauOptions, model: str, api_base: str, save_to: Path) -> P
         raise ConfigError(f"{found} is there already; tau2 would go on with it: move it away, or read it with results=")
     save_to.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OPENAI_API_KEY": "none", **os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    if key:
+        environment["HOSTED_VLLM_API_KEY"] = key
     done = subprocess.run(
         tau2_command(options, model, api_base, save_to.resolve()), env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, check=False,
@@ -262,52 +258,3 @@ def _missing(task: str, sample: int) -> EvalRecord:
 
 def _cost(tokens: Sequence[int], prices: Prices | None) -> float | None:
     return None if prices is None else prices.cost(Usage(*tokens))
-
-
-@contextmanager
-def served(
-    python: str, model: str, adapter: Path | None, *, tool_parser: str, port: int, log: Path
-) -> Iterator[tuple[str, str]]:
-    """Serve a checkpoint with vLLM on the loopback interface; gives (model name, api_base).
-
-    Args:
-        python: interpreter of the environment that has vLLM.
-        model: path of the base model.
-        adapter: folder of the LoRA adapter in PEFT format; None serves the base model.
-        tool_parser: vLLM's name of the model family's tool-call parser, such as hermes.
-        port: to listen on.
-        log: file for what it prints.
-
-    Raises:
-        EnvironmentFault: it ended or did not answer in time.
-    """
-    name = "base" if adapter is None else "policy"
-    command = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "base",
-        "--host", "127.0.0.1", "--port", str(port), "--enable-auto-tool-choice", "--tool-call-parser", tool_parser,
-    ]  # fmt: skip
-    command += [] if adapter is None else ["--enable-lora", "--lora-modules", f"policy={adapter}"]
-    with open(log, "w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + _LOAD_S
-            while not _healthy(f"http://127.0.0.1:{port}/health"):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise EnvironmentFault(f"vLLM did not start (status {process.poll()}); see {log}")
-                time.sleep(1.0)
-            yield name, f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _healthy(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

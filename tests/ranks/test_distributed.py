@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support import ddp_driver
-from support.echo import rollout_of
+from support.factory import DONE, tasks, typed
+from support.models import relative
+from support.processes import environment
 
-from draco.core.types import Group, Task, TaskBatch
+from draco.core.types import Group, TaskBatch
 from draco.policy.policy import Policy
 from draco.run.archive import write_step
 from draco.update.metrics import merge_metrics
@@ -25,12 +26,10 @@ TIMES = ("time/", "update/micro_batches")
 def archive(policy: Policy, run: Path) -> None:
     """Groups of unlike length: ranks differ in tokens."""
     groups = []
-    for index in range(ddp_driver.TASKS):
-        task = Task(f"t{index}", "", "train", "s")
+    for index, task in enumerate(tasks(ddp_driver.TASKS)):
         turns = [["<code>" + "x" * (1 + 7 * index) + "</code>"] * (s + index) for s in range(ddp_driver.MEMBERS)]
-        rollouts = [rollout_of(policy.chat, [*t, "<code>done</code>"], sample=s) for s, t in enumerate(turns)]
-        trajectories = tuple(r.trajectory() for r in rollouts)
-        groups.append(Group(task, tuple(replace(t, task=task) for t in trajectories), index))
+        members = typed(policy.chat, [[*t, DONE] for t in turns])
+        groups.append(Group(task, tuple(replace(t, task=task) for t in members), index))
     write_step(run, 0, groups, [])
 
 
@@ -39,20 +38,14 @@ def results(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> list[li
     """[one process, rank 0 of two, rank 1 of two], each with 1 and 2 updates a batch."""
     run = tmp_path_factory.mktemp("ddp")
     archive(policy, run)
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(Path(ddp_driver.__file__)), str(run), str(run / "out")],
-        env=environment, capture_output=True, text=True, timeout=900,
+        env=environment(), capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     one = [ddp_driver.replay(run, 1, updates) for updates in (1, 2)]
     return [one, *(torch.load(run / f"out.{rank}", weights_only=False) for rank in (0, 1))]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -99,7 +92,7 @@ def test_metrics_of_ranks_merge() -> None:
 
 
 def test_tasks_are_dealt_out_by_rank() -> None:
-    batch = TaskBatch(0, tuple(Task(f"t{i}", "", "train", "s") for i in range(5)), 2)
+    batch = TaskBatch(0, tuple(tasks(5)), 2)
     parts = [batch.shard(rank, 3) for rank in range(3)]
     assert [[t.id for t in p.tasks] for p in parts] == [["t0", "t3"], ["t1", "t4"], ["t2"]]
     assert [[p.position(i) for i in range(len(p.tasks))] for p in parts] == [[0, 3], [1, 4], [2]]

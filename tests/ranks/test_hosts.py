@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 from draco.run.archive import step_folders
 from draco.run.checkpoint import checkpoints, read_state
@@ -21,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and `ip`"),
 ]
 
-ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 JOB = [
     "steps=200", "tasks_per_step=2", "group_size=2", "policy.rank=4", "eval.before=false", "eval.tasks=1",

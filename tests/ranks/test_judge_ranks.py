@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatty import save_chat_model
+from support.chat_model import save_chat_model
 from support.loopback_judge import Answer, LoopbackJudge
+from support.processes import drive
 from support.runs import rows_of, same
 
 from draco.env.desk.judge.reading import read_prompt
@@ -24,8 +22,6 @@ from draco.run.archive import step_folders
 from draco.run.checkpoint import checkpoints
 
 pytestmark = pytest.mark.distributed
-
-ROOT = Path(__file__).parents[2]
 
 
 class Judge(LoopbackJudge):
@@ -46,14 +42,7 @@ def judge() -> Iterator[Judge]:
 
 def run(folder: Path, jobs: list[dict[str, Any]], within_s: float = 600) -> list[tuple[list[int], str]]:
     """Exit statuses of the ranks and everything they said, a job."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "ranks_driver.py"), str(folder)],
-        input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, timeout=within_s,
-        env={
-            **os.environ, "OMP_NUM_THREADS": "1", "OPENAI_API_KEY": "key-12345678",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        },
-    )  # fmt: skip
+    done = drive("ranks_driver", jobs, str(folder), within_s=within_s, OPENAI_API_KEY="key-12345678")
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     said = ["".join((folder / f"{j['name']}.{r}.log").read_text() for r in range(j["ranks"])) for j in jobs]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.models import relative
+from support.processes import drive
 
 from draco.run.archive import read_table, step_folders
 from draco.run.checkpoint import checkpoints, read_stages
@@ -19,15 +18,14 @@ from draco.run.loggers import read_metrics
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "steps=5", "tasks_per_step=3", "group_size=3", "policy.rank=4", "eval.before=false", "eval.tasks=1",
     "limits.max_response_tokens=160", "trainer.accelerator=cpu",
 ]  # fmt: skip
 #: 4 tasks on 2 ranks would be even; with 3, one rank has twice the work of the other
 REPLAY = [
-    *SMALL, "rollout._target_=support.ranks_driver.Replay", "+rollout.archive=source", "rubric=random",
-    "credit=uniform",
+    *SMALL, "rubric=random", "credit=uniform",
+    "rollout._target_=support.ranks_driver.Replay", "+rollout.archive=source",
     "rubric._target_=support.ranks_driver.Rewards", "update.micro_batch_tokens=300", "loss.kl_coef=0.1",
 ]  # fmt: skip
 DDP = [*REPLAY, "trainer=ddp"]
@@ -75,11 +73,7 @@ JOBS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[list[int], float]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "ranks_driver.py"), str(folder)],
-        input=json.dumps(JOBS), capture_output=True, text=True, cwd=ROOT, timeout=1800,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-    )  # fmt: skip
+    done = drive("ranks_driver", JOBS, str(folder), within_s=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
     return folder, {job["name"]: (codes, s) for job, (codes, s) in zip(JOBS, results, strict=True)}
@@ -94,22 +88,18 @@ def flat(run: Path, file: str = "adapter/adapter_model.safetensors", *, part: st
     return torch.cat([tensors[k].flatten().double() for k in sorted(tensors) if part in k])
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "moved"])
 def test_the_adapter_is_that_of_one_process(ran: Any, name: str) -> None:
     folder, results = ran
     for job, (codes, _) in results.items():
         if job.startswith(name) or job in ("one", "source"):
             assert set(codes) == {0}, said(folder, job, 0)[-3000:]
-    assert apart(flat(folder / name), flat(folder / "one")) < 1e-5
+    assert relative(flat(folder / name), flat(folder / "one")) < 1e-5
     # The second factors begin at zero: all that is in them was learned.
     learned, expected = (flat(folder / n, part="lora_B") for n in (name, "one"))
     assert float(expected.norm()) > 0.1
-    assert apart(learned, expected) < 1e-5
-    assert apart(*(flat(folder / n, "optimizer.safetensors") for n in (name, "one"))) < 1e-4
+    assert relative(learned, expected) < 1e-5
+    assert relative(*(flat(folder / n, "optimizer.safetensors") for n in (name, "one"))) < 1e-4
     assert [f.name for f in step_folders(folder / name)] == [f.name for f in step_folders(folder / "one")]
     rows, wanted = (read_metrics(folder / n / "metrics.csv")[1] for n in (name, "one"))
     assert [r["step"] for r in rows] == ["1", "2", "3", "4", "5"]

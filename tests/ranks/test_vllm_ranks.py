@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.echo import TINY
 from support.fake_vllm import FakeVllm
+from support.policies import TINY
+from support.processes import drive
 
 from draco.core.background import BackgroundLoop
 from draco.policy.policy import Policy
@@ -18,8 +16,6 @@ from draco.run.archive import read_table
 from draco.run.loggers import read_metrics
 
 pytestmark = pytest.mark.distributed
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -33,12 +29,8 @@ def test_ranks_share_a_server(trainer: str, staleness: int, tmp_path: Path) -> N
         *([f"engine.staleness={staleness}", "loss.tis_cap=2.0", "eval.every=1"] if staleness else []),
     ]  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "tests/support/ranks_driver.py"), str(tmp_path)],
-            input=json.dumps([{"name": trainer, "ranks": 2, "overrides": overrides}]), capture_output=True, text=True,
-            cwd=ROOT, timeout=600,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        )  # fmt: skip
+        jobs = [{"name": trainer, "ranks": 2, "overrides": overrides}]
+        done = drive("ranks_driver", jobs, str(tmp_path), within_s=600)
     finally:
         server.stop()
         BackgroundLoop.shared().close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chatty import Chatty, save_chat_model
+from support.chat_model import Chatty, save_chat_model
 from support.loopback_judge import Answer, LoopbackJudge
 from support.runs import rows_of, same, train
 
@@ -31,7 +31,7 @@ def options(model: Path) -> tuple[str, ...]:
     return (
         "steps=2", "tasks_per_step=2", "group_size=3", "eval.before=false", "eval.tasks=1", "policy=hf",
         f"policy.path={model}", "policy.dtype=float32", "policy.rank=2", "lr=1e-3", "rubric=self_judge",
-        "engine._target_=chatty.Chatty", "limits.max_response_tokens=4000", "report=false",
+        "engine._target_=support.chat_model.Chatty", "limits.max_response_tokens=4000", "report=false",
         "rubric.max_reply_tokens=30000",
     )  # fmt: skip
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.processes import drive
 
 from draco.run.archive import TABLES, read_table, step_folders
 from draco.run.checkpoint import checkpoints
 
-TESTS = Path(__file__).parents[1]
 OPTIONS = [
     "steps=3", "tasks_per_step=2", "group_size=2", "policy.rank=4", "policy.dropout=0.1", "eval.tasks=2",
     "eval.every=2", "limits.max_response_tokens=160", "checkpoint.keep_last=1", "rubric.propose_cache=run",
@@ -58,18 +58,9 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def drive(jobs: list[dict[str, Any]], timeout: float) -> str:
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "support" / "kill_driver.py")],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        cwd=TESTS.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=timeout,
-    )
+def run_and_kill(jobs: list[dict[str, Any]], within_s: float) -> None:
+    done = drive("kill_driver", jobs, within_s=within_s)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def job(run: Path, kills: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,7 +71,8 @@ def job(run: Path, kills: list[dict[str, Any]]) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference, never killed, and a run a chain."""
     folder = tmp_path_factory.mktemp("killed")
-    drive([job(folder / "whole", []), *(job(folder / name, kills) for name, kills in CHAINS.items())], timeout=1800)
+    jobs = [job(folder / "whole", []), *(job(folder / name, kills) for name, kills in CHAINS.items())]
+    run_and_kill(jobs, within_s=1800)
     return folder
 
 
@@ -173,5 +165,5 @@ def test_more_kills(tmp_path: Path, seed: int) -> None:
             points.append({"call": TOKEN, "nth": draw.randint(1, 150), "maybe": True})
         else:
             points.append({"delay": draw.uniform(0.3, 6.0)})
-    drive([job(tmp_path / "whole", []), job(tmp_path / "run", points)], timeout=3600)
+    run_and_kill([job(tmp_path / "whole", []), job(tmp_path / "run", points)], within_s=3600)
     same(tmp_path / "whole", tmp_path / "run")

@@ -23,7 +23,8 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
-from support.runs import QUICK, ROOT, SMALL, rows_of, same, shell, start, train
+from support import ROOT
+from support.runs import QUICK, SMALL, rows_of, same, shell, start, train
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.evaluation import Evaluations

@@ -11,13 +11,13 @@ from pathlib import Path
 import ablation
 import evaluate
 import pytest
+from support import ROOT
 from support.runs import QUICK, train
 
 from draco.config.arguments import prices_of
 from draco.core.llm.money import Prices
 from draco.core.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

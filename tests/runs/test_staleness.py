@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.echo import TINY, EchoEnvironment, TypedEngine
+from support.echo import EchoEnvironment, TypedEngine
+from support.policies import TINY
 from support.fake_vllm import FakeVllm
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback

@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 import replay
-from support.appworld_agent import GOLD, mini, script, wrong
-from support.echo import TINY
-from support.model_server import Server, server  # noqa: F401 - a fixture
+from support import ROOT
+from support.appworld_coder import GOLD, mini, script, wrong
+from support.model_server import ModelServer
+from support.policies import TINY
 from support.processes import gone
 from support.runs import train
 
@@ -43,7 +44,6 @@ from draco.study.tables import all_tables
 
 pytestmark = pytest.mark.appworld
 
-ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))
 DATA = os.environ.get("DRACO_APPWORLD_DATA", str(ROOT / ".appworld-mini"))
 TASKS = sorted(GOLD)
@@ -461,7 +461,7 @@ def judged(n: int, body: dict[str, Any]) -> tuple[int, str]:
 
 
 OPTIONS = (
-    "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "engine._target_=support.appworld_agent.ScriptedCoder",
+    "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "engine._target_=support.appworld_coder.ScriptedCoder",
     "limits.max_prompt_tokens=12000", "limits.max_response_tokens=12000", "limits.max_turn_tokens=0", "policy.rank=2",
 )  # fmt: skip
 
@@ -473,7 +473,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     longer = shutil.copytree(resolve(TINY), folder.with_name("longer"), ignore=shutil.ignore_patterns("__pycache__"))
     config = json.loads((longer / "config.json").read_text())
     (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24_000}))
-    with Server() as made, pytest.MonkeyPatch.context() as patch:
+    with ModelServer() as made, pytest.MonkeyPatch.context() as patch:
         made.says = judged
         patch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
         summary = train(
@@ -571,7 +571,7 @@ def test_an_unknown_split_is_refused_before_anything_is_evaluated(run_folder: Pa
 
 
 def test_any_model_behind_an_api_plays_on_the_same_harness(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -595,9 +595,9 @@ def test_any_model_behind_an_api_plays_on_the_same_harness(
         sample = int(task_id == "mini2bb_2")  # completes this one without doing it
         return 200, script(task_id, sample)[sum(m["role"] == "assistant" for m in body["messages"])] + "and more"
 
-    server.says = agent
+    model_server.says = agent
     evaluate.main([
-        "policy=litellm", "model=openai/gpt-4o-mini", f"api_base={server.base}",
+        "policy=litellm", "model=openai/gpt-4o-mini", f"api_base={model_server.base}",
         "env=appworld", f"env.python={PYTHON}", f"env.data={DATA}", "env.thinking=true", "split=test_normal",
         f"out={tmp_path}", "prices=2,0.5,8",
     ])  # fmt: skip

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.judge_fakes import CRITERIA, PHASE, FakeJudge, group, sample_in
+from support.factory import CRITERIA, group
+from support.fake_judge import PHASE, FakeJudge, sample_in
 from support.loopback_judge import Answer, LoopbackJudge
 
 from draco.core.types import Judgement

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.judge_fakes import CRITERIA
+from support.factory import CRITERIA
 from support.loopback_judge import Answer, LoopbackJudge
 
 from draco.core.errors import JudgeCallError, JudgeConfigError, TrainingStopped

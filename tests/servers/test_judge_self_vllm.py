@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.echo import TINY
 from support.fake_vllm import FakeVllm
+from support.policies import TINY
 from support.runs import rows_of, train
 
 from draco.core.errors import ConfigError

@@ -9,14 +9,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.browser import Browser, find_chromium
-from support.report_fixture import HOSTILE, credit_of, trajectory, write_run
+from support.factory import group
+from support.small_run import HOSTILE, credit_of, rollout, write_run
 
-from draco.core.types import Group, Task, Termination
+from draco.core.types import Task
 from draco.run.archive import write_step
 from draco.run.numbers import archive_numbers
 from draco.study.page import render_page, write_page
@@ -257,10 +257,9 @@ def test_a_hundred_steps_of_96_rollouts_can_be_walked_through(browser: Browser, 
     groups, credits = [], []
     for g in range(16):
         task = Task(f"task{g}", "do it", "train", "s")
-        members = tuple(replace(trajectory(task, s, (3,) * 12, Termination.SUBMITTED)) for s in range(6))
-        groups.append(Group(task, members, g, 0))
-        credit = credit_of(0, members[:3])
-        credits.append(replace(credit, judgement=replace(credit.judgement, group=Group(task, members[:3], g, 0))))
+        members = [rollout(task, s, (3,) * 12) for s in range(6)]
+        groups.append(group(members, g, 0))
+        credits.append(credit_of(0, group(members[:3], g, 0)))
     write_step(run, 0, groups, credits)
     content = open_run(run)
     text = render_page(content, archive_numbers(run), max_mb=64, max_text=4000)

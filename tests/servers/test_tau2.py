@@ -9,11 +9,12 @@ from typing import Any
 
 import evaluate
 import pytest
+from support import ROOT
 from support.tau_models import AGENT_TOKENS, USER_TOKENS, tau_server
 
 from draco.core.errors import EnvironmentFault
 
-TAU2 = Path(__file__).parents[2] / ".venv-tau2" / "bin" / "tau2"
+TAU2 = ROOT / ".venv-tau2" / "bin" / "tau2"
 
 pytestmark = [
     pytest.mark.tau,

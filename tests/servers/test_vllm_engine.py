@@ -18,8 +18,9 @@ import pytest
 import torch
 from aiohttp import web
 from support.configuration import configuration
-from support.echo import TINY, EchoEpisode
+from support.echo import EchoEpisode
 from support.fake_vllm import FakeVllm
+from support.policies import TINY, perturb
 
 from callbacks.rubric.random import RandomRubric
 from draco.config.compose import compose_config
@@ -208,7 +209,7 @@ def test_no_server_left_is_an_engine_error_and_then_the_end_of_the_run(
     assert row.termination is Termination.ENGINE_ERROR
     assert server.url in row.error
     policy.version += 1
-    _perturb(policy)
+    perturb(policy, 0.05, 5)
     with pytest.raises(TrainingStopped, match=r"could not be served: http://127\.0\.0\.1"):
         run(engine, policy, rollouts(policy))
 
@@ -412,13 +413,6 @@ def test_an_interrupted_batch_closes_its_episodes(
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def _perturb(policy: Policy, seed: int = 5) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
-
-
 def test_every_version_has_a_name_of_its_own_and_two_are_kept(
     start: Callable[..., FakeVllm], opened: Callable[..., object], tmp_path: Path
 ) -> None:
@@ -426,7 +420,7 @@ def test_every_version_has_a_name_of_its_own_and_two_are_kept(
     engine, policy = opened(server)  # type: ignore[misc]
     for version in (1, 2, 3):
         policy.version = version
-        _perturb(policy, version)
+        perturb(policy, 0.05, version)
         run(engine, policy, rollouts(policy))
         assert server.requests[-1]["model"].startswith(f"draco-v{version:06d}-")
     assert len(set(server.loads)) == len(server.loads) == 4
@@ -435,7 +429,7 @@ def test_every_version_has_a_name_of_its_own_and_two_are_kept(
     assert sorted(f.name for f in (tmp_path / "run/adapters").iterdir()) == sorted(server.loads[-2:])
     run(engine, policy, rollouts(policy))  # nothing new: nothing loaded
     assert len(server.loads) == 4
-    _perturb(policy, 9)  # the same version with other weights, as after a resume
+    perturb(policy, 0.05, 9)  # the same version with other weights, as after a resume
     run(engine, policy, rollouts(policy))
     assert server.loads[-1].startswith("draco-v000003-")
     assert server.loads[-1] != server.loads[-2]
@@ -511,7 +505,7 @@ def test_a_server_with_another_adapter_is_found(
     start: Callable[..., FakeVllm], opened: Callable[..., object], new_policy: Callable[[], Policy]
 ) -> None:
     other = new_policy()
-    _perturb(other)
+    perturb(other, 0.05, 5)
     server = start()
     server.wrong = {k: t.clone() for k, t in other.adapter_state().items()}
     with pytest.raises(ConfigError, match="serves other weights than the trainer holds"):
@@ -551,7 +545,7 @@ def test_a_wrong_trained_adapter_stops_the_run_before_it_updates(
 ) -> None:
     """With the probe's bar out of the way, the mismatch of the batch itself stops it."""
     other = new_policy()
-    _perturb(other)
+    perturb(other, 0.05, 5)
     server = start(["<code>apis.mail.list(page=1)</code>"])
     server.wrong = {k: t.clone() for k, t in other.adapter_state().items()}
     run = tmp_path / "run"
@@ -647,7 +641,7 @@ def test_the_policy_judges_through_the_served_adapter(
     judge = JudgeClient("hosted_vllm/unset", api_base="http://127.0.0.1:9/v1", max_retries=0, timeout_s=300.0)
     for version in (1, 2):
         policy.version = version
-        _perturb(policy, version)
+        perturb(policy, 0.05, version)
         run(engine, policy, rollouts(policy))
         base, name, key = engine.judge_endpoint()
         assert name.startswith(f"draco-v{version:06d}-")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support.configuration import configuration
-from support.echo import TINY
+from support.policies import TINY, perturb
 from support.sampling import recomputed
-from support.vllm import PYTHON, perturb, rollouts
+from support.vllm import PYTHON, rollouts
 
 from draco.core.background import BackgroundLoop
 from draco.core.errors import TrainingStopped

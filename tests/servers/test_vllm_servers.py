@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from support.configuration import configuration
-from support.echo import TINY
+from support.policies import perturb, tiny_policy
 from support.sampling import recomputed
-from support.vllm import PYTHON, perturb, rollouts
+from support.vllm import PYTHON, rollouts
 
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, TrainingStopped
@@ -36,8 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def served() -> Policy:
-    torch.manual_seed(0)
-    return Policy(TINY)
+    return tiny_policy()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A short run that replays archived trajectories: `torchrun tests/ddp_driver.py RUN OUT`, or `replay` in process.
+"""A short run over archived trajectories: `torchrun tests/support/ddp_driver.py RUN OUT`, or `replay` in this process.
 
 Batches: 0 plain · 1 only task 0 is live (with two ranks, one has no gradient) · 2 nothing is live · 3 one NaN advantage
 on one rank alone · 4 plain.
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from support.factory import rewarded, tasks, with_step_advantages
+from support.policies import perturbed_policy
 
 from callbacks.credit.uniform import UniformCredit
-from draco.core.types import Credit, Group, Judgement, Task, TaskBatch, Termination
+from draco.core.types import Credit, Group, Judgement, TaskBatch, Termination
 from draco.module import GRPOModule, UpdateOptions
 from draco.policy.policy import Policy
 from draco.run.archive import read_table, read_trajectories
@@ -61,8 +63,7 @@ class Rewards(RubricStage):
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
         for group in groups:
             live = group.live()
-            rewards = tuple(float(t.sample + group.index) ** 2 for t in live.trajectories)
-            yield Judgement(live, (), (), (), rewards)
+            yield rewarded(live, (float(t.sample + group.index) ** 2 for t in live.trajectories))
 
 
 class Poisoned(UniformCredit):
@@ -70,7 +71,7 @@ class Poisoned(UniformCredit):
         credit = super().assign_one(judgement)
         if judgement.group.step != 3 or judgement.group.index != 1:
             return credit
-        return replace(credit, step_advantages=tuple(tuple(math.nan for _ in a) for a in credit.step_advantages))
+        return with_step_advantages(credit, math.nan)
 
 
 class RecordingSGD(torch.optim.SGD):
@@ -94,15 +95,6 @@ def replay(run: Path, ranks: int, updates: int) -> dict[str, Any]:
         built.seen = seen
         return built
 
-    def policy() -> Policy:
-        torch.manual_seed(0)
-        built = Policy("pkg://draco.policy.tiny")
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in built.named_parameters():
-            if "lora_B" in name:
-                parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
-        return built
-
     rows: list[dict[str, float]] = []
     archived: list[list[int]] = []
 
@@ -114,11 +106,10 @@ def replay(run: Path, ranks: int, updates: int) -> dict[str, Any]:
 
     stages = Stages(Replay(run), Rewards(), Poisoned())
     module = Module(
-        policy, optimizer, stages, loss=LossOptions(kl_coef=0.1),
+        perturbed_policy, optimizer, stages, loss=LossOptions(kl_coef=0.1),
         update=UpdateOptions(grad_clip=1e9, updates_per_batch=updates, max_bad_steps=9),
     )  # fmt: skip
-    tasks = [Task(f"t{i}", "", "train", "s") for i in range(TASKS)]
-    loader = TaskLoader(tasks, steps=STEPS, tasks_per_step=TASKS, group_size=MEMBERS, seed=0)
+    loader = TaskLoader(tasks(TASKS), steps=STEPS, tasks_per_step=TASKS, group_size=MEMBERS, seed=0)
     trainer = Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", logger=False, max_epochs=1,
         callbacks=list(stages), enable_checkpointing=False, enable_progress_bar=False,

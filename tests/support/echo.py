@@ -1,4 +1,4 @@
-"""Shared by several test modules."""
+"""An environment that answers with what it is told, and an engine that types a script."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from draco.core.types import Message, Task
 from draco.env.base import CODE, ActionFormat, Environment, Episode, Evaluator, Outcome, Reply
-from draco.policy.chat import ChatFormat
 from draco.rollout.engines import Engine
-from draco.rollout.loop import Limits
 from draco.rollout.rollout import Rollout
-
-TINY = "pkg://draco.policy.tiny"
 
 
 class EchoEpisode(Episode):
@@ -91,28 +87,3 @@ def type_out(rollout: Rollout, turns: Sequence[str]) -> None:
         if rollout.termination is not None:
             return
     raise AssertionError(f"the script of {rollout.task.id} ran out before the episode ended")
-
-
-def rollout_of(
-    chat: ChatFormat,
-    turns: Sequence[str],
-    *,
-    limits: Limits | None = None,
-    step_kind: str = "turn",
-    episode: Episode | None = None,
-    sample: int = 0,
-) -> Rollout:
-    """Type one whole rollout."""
-    task = Task("train_0", "say 0", "train", "s0")
-    rollout = Rollout(
-        episode or EchoEpisode(task),
-        chat,
-        limits or Limits(),
-        task=task,
-        sample=sample,
-        seed=7,
-        policy_version=0,
-        step_kind=step_kind,
-    )
-    type_out(rollout, turns)
-    return rollout

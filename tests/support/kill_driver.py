@@ -1,6 +1,6 @@
-"""Runs jobs in forked children of one warm process and kills them at given points; tests/test_resume.py reads the rest.
+"""Runs jobs in forked children of one warm process and kills them at given points, for tests/runs/test_resume.py.
 
-    echo '[{"run": FOLDER, "overrides": […], "kills": [POINT, …]}]' | python tests/support/kill_driver.py
+    echo '[{"run": FOLDER, "overrides": […], "kills": [POINT, …]}]' | python -m support.kill_driver
 
 A point is where the child ends itself with SIGKILL (file operations are seen as audit events):
 

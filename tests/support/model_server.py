@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
 from support.loopback_judge import Answer, LoopbackJudge
 
 CANARY = "sk-canary-9876543210fedcba"
 
 
-class Server(LoopbackJudge):
+class ModelServer(LoopbackJudge):
     """`says(n, body)` is status and text of request n, from 1; tokens told are `prompt_tokens` read and 7 written."""
 
     def __init__(self) -> None:
@@ -25,9 +24,3 @@ class Server(LoopbackJudge):
         if status != 200:
             return Answer(status=status, error=text, headers=self.headers)
         return Answer(text, tokens=(self.prompt_tokens(body), 7, 64))
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
-        yield made

@@ -1,4 +1,4 @@
-"""Shared by several test modules."""
+"""Small Transformers models with random weights, one for each kind of attention that packing must serve."""
 
 from __future__ import annotations
 
@@ -35,4 +35,5 @@ def build(kind: str) -> nn.Module:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm of the second."""
     return float((a.detach() - b.detach()).norm() / b.detach().norm())

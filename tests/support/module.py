@@ -1,4 +1,4 @@
-"""Shared by several test modules."""
+"""A `GRPOModule` with a trainer that runs it, or made ready for single updates."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from support.echo import rollout_of
+from support.factory import DONE, rewarded
 
 from callbacks.credit.uniform import UniformCredit
-from draco.core.types import Credit, Group, Judgement, Task, TaskBatch
+from draco.core.types import Credit, Group, Judgement, TaskBatch
 from draco.module import GRPOModule, StepRecord
 from draco.policy.policy import Policy
 from draco.rollout.rollout import Rollout
 from draco.stages import RolloutStage, RubricStage, RunContext, Stages
 from draco.update.gradients import Totals
-
-DONE = "<code>done</code>"
 
 
 class Rewards(RubricStage):
@@ -32,7 +30,7 @@ class Rewards(RubricStage):
         for group in groups:
             self.journal.append(f"judge {group.index}")
             live = group.live()
-            yield Judgement(live, (), (), (), tuple(self.rewards(live)))
+            yield rewarded(live, self.rewards(live))
 
 
 def make_trainer(callbacks: list[Any], **options: Any) -> Trainer:
@@ -84,26 +82,3 @@ def prepared(policy: Callable[[], Policy], **options: Any) -> GRPOModule:
     module.configure_model()
     module.manual_backward = lambda loss: loss.backward()  # type: ignore[method-assign,assignment]
     return module
-
-
-def credits_of(policy: Policy, groups: int = 3, members: int = 3) -> list[Credit]:
-    """Typed groups with step credit that differs over steps."""
-    out = []
-    for index in range(groups):
-        trajectories = [
-            rollout_of(policy.chat, ["<code>" + "xyz"[: 1 + (index + s) % 3] + "</code>"] * (1 + s) + [DONE], sample=s)
-            for s in range(members)
-        ]
-        group = Group(Task(f"t{index}", "", "train", "s"), tuple(r.trajectory() for r in trajectories), index)
-        advantages = tuple(float(s - 1) for s in range(members))
-        steps = tuple(
-            tuple(a * (1 + j) / 2 for j in range(len(t.steps)))
-            for a, t in zip(advantages, group.trajectories, strict=True)
-        )
-        judgement = Judgement(group, (), (), (), advantages)
-        out.append(Credit(judgement, advantages, steps, ((),) * members, ("uniform",) * members))
-    return out
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())

@@ -1,6 +1,6 @@
-"""Runs jobs of several processes, forked from one warm process, and injects faults; test_ranks.py reads the rest.
+"""Runs jobs of several processes, forked from one warm process, and injects faults; tests/ranks/ reads the rest.
 
-    echo '[{"name": …, "ranks": 2, "overrides": […], "fault": {…}}]' | python tests/support/ranks_driver.py FOLDER
+    echo '[{"name": …, "ranks": 2, "overrides": […], "fault": {…}}]' | python -m support.ranks_driver FOLDER
 
 Each child gets the variables that torchrun would set and does what `python train.py` does. Its output goes to
 FOLDER/NAME.RANK.log; a JSON list of [exit statuses, seconds from the first rank's end to the last one's] a job is
@@ -22,6 +22,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from support.factory import rewarded
 
 from callbacks.rollout import AgentRollout
 from draco.core.errors import TrainingStopped
@@ -67,8 +69,8 @@ class Rewards(RubricStage):
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
         for group in groups:
-            rewards = tuple(float((7 * t.sample + 3 * group.index + group.step) % 5) for t in group.trajectories)
-            yield Judgement(group, (), (), (), rewards)
+            numbers = (7 * t.sample + 3 * group.index + group.step for t in group.trajectories)
+            yield rewarded(group, (float(n % 5) for n in numbers))
 
     def state_dict(self) -> dict[str, Any]:
         return {"proposals": {f"rank {os.environ.get('RANK', 0)}": []}}

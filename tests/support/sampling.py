@@ -1,4 +1,4 @@
-"""Shared by several test modules."""
+"""Limits of short rollouts, and the log-probs of a finished rollout by one plain forward pass."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+from support import ROOT
 from support.configuration import configuration
 
 from callbacks.credit.step import StepLevelCredit
@@ -27,7 +28,7 @@ from draco.run.folder import prepare, redacted, resume_config
 from draco.run.loader import select_tasks
 from draco.run.train import train
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = ROOT / "conf"
 
 
 def options(group: str) -> list[str]:

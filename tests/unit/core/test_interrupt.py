@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from support import ROOT
 
 from draco.core.signals import Interrupted, hold, listening, release, uninterrupted
 
@@ -91,9 +92,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         "    hold(); signal.raise_signal(signal.SIGINT); print('first', flush=True)\n"
         "    signal.raise_signal(signal.SIGINT); print('second', flush=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "first\n", "")
 
 

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from support import appworld_fake, appworld_mini
+from support import ROOT, appworld_mini, fake_appworld
+from support.chat_templates import template
 from support.configuration import configuration
-from support.templates import template
 from transformers import AutoTokenizer
 
 from draco.core.errors import ConfigError, EnvironmentFault
@@ -55,7 +55,7 @@ from draco.rollout.rollout import Rollout
 from draco.run.build import build
 from draco.update.options import LossOptions
 
-FAKE = appworld_fake.__file__
+FAKE = fake_appworld.__file__
 INSIDE = Path(data_roots.__file__).parent
 
 
@@ -268,7 +268,7 @@ def test_a_worker_inherits_no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def played(environment: AppWorldEnvironment, chat: ChatFormat, turns: list[str], **limits: Any) -> Rollout:
-    from support.echo import rollout_of
+    from support.factory import rollout_of
 
     (task,) = environment.tasks("train")
     return rollout_of(chat, turns, limits=Limits(**limits), episode=environment.open(task, seed=0))
@@ -625,7 +625,7 @@ def test_desk_keeps_its_own_settings() -> None:
 
 
 def test_the_setup_script_explains_itself_and_refuses_nonsense(tmp_path: Path) -> None:
-    script = Path(__file__).parents[3] / "scripts" / "setup_appworld.sh"
+    script = ROOT / "scripts" / "setup_appworld.sh"
     said = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
     assert "--data download" in said
     assert "set -euo" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.echo import EchoEvaluator
+from support.factory import trajectory
 
 from draco.core.llm.money import Prices, Usage
-from draco.core.types import Step, Task, Termination, Trajectory
+from draco.core.types import Step, Task, Termination
 from draco.env.base import Outcome
 from draco.env.records import EvalRecord, evaluate_end_state, record_of, token_usage
 from draco.env.success import leaderboard, over_checkpoints, pass_at_k, pass_hat_k, summarise
@@ -120,11 +122,10 @@ def test_over_checkpoints_worked_example() -> None:
 def test_usage_of_a_trajectory_counts_what_every_turn_reads() -> None:
     # prompt 10, turn 1 writes 5, glue 3, turn 2 writes 4: turn 2 reads 18 tokens, 10 of them again.
     steps = (Step(1, (10, 15), "a", "o", 1), Step(2, (18, 22), "b", "", 2))
-    t = Trajectory(TASK, 0, (), (), (), (), steps, Termination.SUBMITTED, 10, 0, 0)
+    t = replace(trajectory(task=TASK), steps=steps, prompt_tokens=10)
     assert token_usage(t) == Usage(28, 9, 10)
     evaluated = record_of(t, EchoEvaluator(), token_usage(t), 0.5)
     assert (evaluated.input_tokens, evaluated.cached_tokens, evaluated.step_tokens) == (18, 10, 9)
     assert evaluated.priced(Prices(1.0, 4.0, 0.1)).cost_usd == pytest.approx((18 + 1 + 36) / 1e6)
     assert evaluated.priced(None).cost_usd == 0.5
-    empty = Trajectory(TASK, 0, (), (), (), (), (), Termination.ENVIRONMENT_ERROR, 0, 0, 0)
-    assert token_usage(empty) == Usage()
+    assert token_usage(trajectory(steps=0, termination=Termination.ENVIRONMENT_ERROR)) == Usage()

@@ -7,11 +7,11 @@ import json
 from typing import Any
 
 import pytest
-from support.judge_desk import play
-from support.judge_fakes import trajectory
+from support.desk_rollouts import play
+from support.factory import group, trajectory
 
 from callbacks.rubric.static import load_criteria
-from draco.core.types import Group, Message, Step, Trajectory
+from draco.core.types import Message, Trajectory
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.judge.general import GENERAL
@@ -28,14 +28,9 @@ SECRET = b"0123456789abcdef"
 
 def rollout(request: str, *turns: tuple[str, str], sample: int = 0) -> Trajectory:
     """A rollout from (action, observation) pairs; actions in short form: `pay.send(to="k1")` or JSON calls."""
-    from dataclasses import replace
-
-    steps = []
-    for j, (action, observation) in enumerate(turns, start=1):
-        text = action if action.startswith("<") else f"<code>apis.{action}</code>"
-        steps.append(Step(j, (0, 0), text, observation, j))
+    steps = [(a if a.startswith("<") else f"<code>apis.{a}</code>", observation) for a, observation in turns]
     opened = (Message("system", "apps: contacts pay. Read all pages."), Message("user", f"task: {request}"))
-    return replace(trajectory(sample), messages=opened, steps=tuple(steps))
+    return trajectory(sample, steps, opening=opened)
 
 
 DONE = ('desk.complete(status="done")', "completed")
@@ -377,7 +372,7 @@ def test_end_to_end_through_litellm() -> None:
     played = {t.id: [play(t, s, dict.fromkeys(FAULTS, 0.08)) for s in range(6)] for t in tasks}
 
     async def run() -> list[Any]:
-        groups = [Group(t, tuple(r for r, _ in played[t.id]), i) for i, t in enumerate(tasks)]
+        groups = [group((r for r, _ in played[t.id]), i, 0) for i, t in enumerate(tasks)]
         return list(await asyncio.gather(*(pipeline.judge_group(g) for g in groups)))
 
     failing = 0

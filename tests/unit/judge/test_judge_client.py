@@ -8,7 +8,8 @@ from typing import Any
 
 import litellm
 import pytest
-from support.judge_fakes import CRITERIA, FakeJudge, client, group, sample_in
+from support.factory import CRITERIA, group
+from support.fake_judge import FakeJudge, client, sample_in
 
 from draco.core.errors import ConfigError, JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.judge.client import JudgeClient

@@ -8,7 +8,8 @@ from typing import Any
 
 import litellm
 import pytest
-from support.judge_fakes import CRITERIA, FakeJudge, client, group
+from support.factory import CRITERIA, group
+from support.fake_judge import FakeJudge, client
 
 from callbacks.rubric.dynamic import DynamicRubric
 from draco.core.errors import ConfigError

@@ -9,8 +9,9 @@ from typing import Any
 
 import litellm
 import pytest
-from support.judge_desk import play
-from support.judge_fakes import CRITERIA, FakeJudge, client, group, trajectory
+from support.desk_rollouts import play
+from support.factory import CRITERIA, group, trajectory
+from support.fake_judge import FakeJudge, client
 
 from draco.core.errors import ConfigError
 from draco.core.types import Criterion, Group, Judgement, Message, Step
@@ -187,7 +188,7 @@ def test_dedup_drops_rewordings_and_nothing_else() -> None:
 def played(n: int, members: int = 4) -> list[Group]:
     tasks = DeskEnvironment().tasks("train")[:n]
     rates = dict.fromkeys(FAULTS, 0.1)
-    return [Group(t, tuple(play(t, s, rates)[0] for s in range(members)), i) for i, t in enumerate(tasks)]
+    return [group((play(t, s, rates)[0] for s in range(members)), i, 0) for i, t in enumerate(tasks)]
 
 
 def scripted(groups: list[Group], plan: str) -> tuple[list[Judgement], list[CallRecord]]:
@@ -231,20 +232,14 @@ def test_half_the_tokens_of_long_rollouts_too(fake: FakeJudge) -> None:
         return " ".join(f"{seed}{i}" for i in range(n))
 
     def long(sample: int) -> Any:
-        turns = tuple(
-            Step(
-                j,
-                (0, 0),
-                f"act {j} of sample {sample}\n{words(150, f's{sample}a{j}')}",
-                words(300, f"s{sample}o{j}"),
-                j,
-            )
+        turns = [
+            (f"act {j} of sample {sample}\n{words(150, f's{sample}a{j}')}", words(300, f"s{sample}o{j}"))
             for j in range(1, 26)
-        )
+        ]
         opened = (Message("system", words(2500, "demo")), Message("user", "pay ana 31"))
-        return replace(trajectory(sample), messages=opened, steps=turns)
+        return trajectory(sample, turns, opening=opened)
 
-    g = Group(group(1).task, tuple(long(i) for i in range(6)))
+    g = group((long(i) for i in range(6)), step=0)
     spent = {}
     for plan in ("paper", "lean"):
         records: list[CallRecord] = []

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.judge_fakes import CRITERIA, FakeJudge, client, criterion, group, trajectory
+from support.factory import CRITERIA, criterion, group, trajectory
+from support.fake_judge import FakeJudge, client
 
 from draco.core.errors import ConfigError, JudgeConfigError
 from draco.core.types import Group, Judgement, Termination
@@ -64,7 +65,7 @@ def test_attribution_sees_surviving_criteria_and_their_verdicts_only(fake: FakeJ
 
 
 def test_no_attribution_call_when_nothing_survives(fake: FakeJudge) -> None:
-    g = Group(group(3).task, group(3).trajectories[1:])
+    g = group(group(3).trajectories[1:], step=0)
     j = judge(fake, g, criteria=CRITERIA)
     assert fake.phases() == ["score", "score"]
     assert j.rewards == (0.0, 0.0)
@@ -108,7 +109,7 @@ def test_nothing_about_termination_in_any_prompt(fake: FakeJudge) -> None:
 def test_quarantined_members_leave_before_any_call(fake: FakeJudge) -> None:
     g = group(3)
     bad = trajectory(1, termination=Termination.DEADLINE)
-    j = judge(fake, Group(g.task, (g.trajectories[0], bad, g.trajectories[2])), criteria=CRITERIA)
+    j = judge(fake, group((g.trajectories[0], bad, g.trajectories[2])), criteria=CRITERIA)
     assert [t.sample for t in j.group.trajectories] == [0, 2]
     assert [(f.sample, f.phase, f.reason) for f in j.failures] == [(1, "rollout", "deadline")]
     assert j.metrics["judge/failed"] == 0

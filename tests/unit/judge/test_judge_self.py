@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.desk_rollouts import play
 from support.echo import type_out
-from support.judge_desk import play
-from support.judge_fakes import FakeJudge, client, group
+from support.factory import group
+from support.fake_judge import FakeJudge, client
 
 from callbacks.rubric.self_judge import SelfJudgeRubric
 from draco.config.compose import compose_config
@@ -89,7 +90,7 @@ def stage(brain: Any, engine: Any, **options: Any) -> SelfJudgeRubric:
 def desk_group(samples: Sequence[int] = (0, 1, 2)) -> Group:
     """Samples 0 and 1 are alike to the letter."""
     task = DeskEnvironment().tasks("train")[0]
-    return Group(task, tuple(play(task, s, dict.fromkeys(FAULTS, 0.2))[0] for s in samples), step=5)
+    return group((play(task, s, dict.fromkeys(FAULTS, 0.2))[0] for s in samples), step=5)
 
 
 @pytest.mark.parametrize(("plan", "phases"), [("paper", 1 + 3 + 1 + 9 + 3), ("lean", 1 + 3 + 1 + 9)])
@@ -174,7 +175,7 @@ def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(policy: P
     made.context = 60_000
     made.open(RunContext(engine=TransformersEngine()))
     made.ready(policy)
-    small = Group(group(1).task, group(2).trajectories)
+    small = group(2, step=0)
     made.pipeline.plan.messages = lambda phase, material, caveats: [  # type: ignore[method-assign]
         {"role": "system", "content": "judge"},
         {"role": "user", "content": f"# Call: {phase}"},

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.judge_fakes import TASK, FakeJudge, client, group, trajectory
+from support import ROOT
+from support.factory import group, tasks, trajectory
+from support.fake_judge import FakeJudge, client
 
 from callbacks.rubric.dynamic import DynamicRubric
 from callbacks.rubric.outcome import OutcomeRubric
@@ -55,9 +57,7 @@ def slow_first_group(text: str) -> float:
 
 def three_groups() -> list[Group]:
     """The first one is slow to judge."""
-    groups = [Group(Task(f"t{i}", "x", "train", "s"), group(2).trajectories, i) for i in range(3)]
-    slow = tuple(trajectory(i, observation="slow") for i in range(2))
-    return [Group(groups[0].task, slow, 0), *groups[1:]]
+    return [group(2, i, 0, task=t, observation="ok" if i else "slow") for i, t in enumerate(tasks(3))]
 
 
 def test_batch_order(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
@@ -146,7 +146,7 @@ def test_the_seconds_of_judging_and_its_speed(fake: FakeJudge, stages: list[Judg
     assert metrics["time/judge_s"] == 2.0
     assert judge_speed(metrics) == {"judge/tokens_per_s": 8 * (10 + 5) / 2.0}
     dead = tuple(trajectory(i, termination=Termination.DEADLINE) for i in range(2))
-    list(stage.judge([Group(TASK, dead)]))
+    list(stage.judge([group(dead)]))
     metrics = stage.take().metrics
     assert metrics["judge/calls"] == 0
     assert "time/judge_s" not in metrics  # nothing was asked
@@ -188,7 +188,7 @@ def test_too_many_failures_stop_the_run(fake: FakeJudge, stages: list[JudgedRubr
     fake.overrides["score"] = lambda text, n: "no" if "of sample 0" in text else None
     stage = dynamic(stages, fake, max_failed_share=0.25)
     with pytest.raises(TrainingStopped, match=r"3 of 9 .*max_failed_share=0.25; last reason, in score: "):
-        list(stage.judge([Group(TASK, group(3).trajectories, i) for i in range(3)]))
+        list(stage.judge([group(3, i) for i in range(3)]))
     stage = dynamic(stages, fake, max_failed_share=0.34)
     assert len(list(stage.judge([group(3)]))) == 1
 
@@ -204,7 +204,7 @@ def test_failures_are_a_share_of_the_batch_of_all_ranks(
     fake.overrides["propose_rollout"] = lambda text, n: "no" if any(b in text for b in bad) else None
     stage = dynamic(stages, fake, max_failed_share=0.34)
     stage.client.spend.world = 2
-    judged = stage.judge([Group(TASK, group(3).trajectories)])
+    judged = stage.judge([group(3)])
     lost = {0: 0, 2: 3}[mine]  # one member left makes no group
     if stops:
         with pytest.raises(TrainingStopped, match=rf"{lost + theirs} of 12 .*max_failed_share=0.34; last reason, in "):
@@ -219,7 +219,7 @@ def test_failures_are_a_share_of_the_batch_of_all_ranks(
 def test_rollout_failures_do_not_count_as_failed_judgements(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
     dead = [trajectory(i, termination=Termination.ENVIRONMENT_ERROR) for i in (2, 3)]
     stage = dynamic(stages, fake, max_failed_share=0.0)
-    j = next(stage.judge([Group(TASK, (*group(2).trajectories, *dead))]))
+    j = next(stage.judge([group((*group(2).trajectories, *dead))]))
     assert len(j.group.trajectories) == 2
 
 
@@ -386,7 +386,7 @@ class ByEndState(Evaluator):
 
 
 def with_end_states(*states: str) -> Group:
-    return Group(TASK, tuple(replace(trajectory(i), end_state=s) for i, s in enumerate(states)), 0, 3)
+    return group(trajectory(i, end_state=s) for i, s in enumerate(states))
 
 
 def test_outcome_rubric() -> None:
@@ -410,8 +410,7 @@ def test_outcome_rubric() -> None:
 
 def test_random_rubric() -> None:
     def rewards(seed: int, step: int) -> tuple[float, ...]:
-        g = Group(TASK, group(20).trajectories, 0, step)
-        judgement: Judgement = next(RandomRubric(seed).judge([g]))
+        judgement: Judgement = next(RandomRubric(seed).judge([group(20, step=step)]))
         return judgement.rewards
 
     assert rewards(0, 1) == rewards(0, 1)
@@ -423,7 +422,7 @@ def test_random_rubric() -> None:
     assert not RandomRubric().gives_citations
 
 
-CONF = Path(__file__).parents[3] / "conf"
+CONF = ROOT / "conf"
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static", "random", "outcome"])

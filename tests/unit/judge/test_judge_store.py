@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.judge_fakes import CRITERIA, FakeJudge, client, group
+from support.factory import CRITERIA, group
+from support.fake_judge import FakeJudge, client
 
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Group, Judgement
@@ -81,7 +82,7 @@ def test_a_second_process_asks_nothing_and_judges_alike(fake: FakeJudge, tmp_pat
     "change",
     [
         {"temperature": 0.2}, {"max_tokens": 9}, {"seed": 1}, {"response_schema": "on"}, {"cache": "off"},
-        {"g": Group(group(3).task, group(3).trajectories, 0, step=8)},
+        {"g": group(3, step=8)},
     ],
     ids=["temperature", "max_tokens", "seed", "schema", "off", "step"],
 )  # fmt: skip
@@ -141,7 +142,7 @@ def test_the_ledger_counts_every_request_once_and_survives(fake: FakeJudge, tmp_
 
 def test_a_cap_counts_what_earlier_processes_spent_on_all_ranks(fake: FakeJudge, tmp_path: Path) -> None:
     judged(fake, tmp_path, rank=1)  # 6 calls of 15 tokens
-    more = Group(group(3).task, group(3).trajectories, 0, step=9)
+    more = group(3, step=9)
     with pytest.raises(TrainingStopped, match="max_tokens_total=100"):
         judged(fake, tmp_path, g=more, max_tokens_total=100)
     assert len(fake.calls) == 0

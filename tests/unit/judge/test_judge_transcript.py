@@ -9,7 +9,8 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.judge_fakes import CRITERIA, FakeJudge, client, criterion, group, trajectory
+from support.factory import CRITERIA, criterion, group, trajectory
+from support.fake_judge import FakeJudge, client
 
 from draco.core.types import Criterion
 from draco.env.desk.judge.reading import read_prompt, read_transcript

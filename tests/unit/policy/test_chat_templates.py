@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.chat_templates import CASES, MERGED, template
 from support.echo import EchoEpisode
-from support.templates import CASES, MERGED, template
 
 from draco.core.errors import TemplateError
 from draco.core.types import Task, Termination

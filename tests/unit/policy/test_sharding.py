@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.echo import TINY, rollout_of
+from support.factory import rollout_of
+from support.policies import TINY
 from torch.distributed.tensor import DTensor
 
 from callbacks.checkpoint import _united

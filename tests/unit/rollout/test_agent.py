@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.echo import EchoEpisode, rollout_of, type_out
+from support.echo import EchoEpisode, type_out
+from support.factory import rollout_of
 
 from draco.core.errors import ConfigError
 from draco.core.types import Message, Task, Termination

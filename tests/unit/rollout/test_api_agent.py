@@ -13,8 +13,9 @@ from typing import Any
 
 import evaluate
 import pytest
-from support.echo import EchoEnvironment, EchoEpisode, EchoEvaluator, rollout_of
-from support.model_server import CANARY, Server, server  # noqa: F401 - a fixture
+from support.echo import EchoEnvironment, EchoEpisode, EchoEvaluator
+from support.factory import rollout_of
+from support.model_server import CANARY, ModelServer
 
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Usage
@@ -31,8 +32,8 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", CANARY)
 
 
-def engine(server: Server, **more: Any) -> ApiEngine:  # noqa: F811
-    return ApiEngine("openai/gpt-4o-mini", api_base=server.base, backoff_s=0.001, **more)
+def engine(model_server: ModelServer, **more: Any) -> ApiEngine:
+    return ApiEngine("openai/gpt-4o-mini", api_base=model_server.base, backoff_s=0.001, **more)
 
 
 def episodes(
@@ -45,7 +46,7 @@ def episodes(
 
 
 def play(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     *,
     max_turns: int = 4,
     tokens: int = 10_000,
@@ -55,7 +56,7 @@ def play(
 ) -> Trajectory:
     """One episode of the echoing environment, its tasks not over at completion."""
     limits = Limits(max_turns=max_turns, max_response_tokens=tokens, max_turn_tokens=turn, deadline_s=deadline_s)
-    played, environment = engine(server, **options), EchoEnvironment(closes=False)
+    played, environment = engine(model_server, **options), EchoEnvironment(closes=False)
     try:
         (rollout,) = episodes(played, environment, limits, [(environment.tasks("train")[0], 0)])
     finally:
@@ -92,13 +93,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
 )
 def test_terminations(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     turns: list[str],
     more: dict[str, Any],
     termination: Termination,
 ) -> None:
-    server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
-    trajectory = play(server, **more)
+    model_server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    trajectory = play(model_server, **more)
     assert trajectory.termination == termination
     assert all("what was not asked for" not in m.content for m in trajectory.messages)
 
@@ -116,7 +117,7 @@ def test_terminations(
     ],
 )
 def test_turns_and_ends_are_counted_as_those_of_a_policy(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     chat: ChatFormat,
     turns: list[str],
     limits: dict[str, Any],
@@ -124,10 +125,10 @@ def test_turns_and_ends_are_counted_as_those_of_a_policy(
 ) -> None:
     """Tables show both side by side."""
     budgets = Limits(**limits)
-    server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
+    model_server.says = lambda n, body: (200, turns[sum(m["role"] == "assistant" for m in body["messages"])])
     environment = EchoEnvironment(closes=closes)
     task = environment.tasks("train")[0]
-    played = engine(server)
+    played = engine(model_server)
     try:
         (ours,) = episodes(played, environment, budgets, [(task, 0)])
     finally:
@@ -143,62 +144,63 @@ def test_turns_and_ends_are_counted_as_those_of_a_policy(
     assert counted(ours.trajectory()) == counted(policy)
 
 
-def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(server: Server) -> None:  # noqa: F811
-    server.says = lambda n, body: (503, "busy") if n < 3 else (200, "<code>done</code>" if n == 3 else "Over.")
-    assert play(server).termination == Termination.SUBMITTED
-    server.says = lambda n, body: (503, "busy")
-    lost = play(server, max_retries=1)
+def test_a_fault_that_passes_is_tried_again_and_one_that_stays_is_told_apart(model_server: ModelServer) -> None:
+    model_server.says = lambda n, body: (503, "busy") if n < 3 else (200, "<code>done</code>" if n == 3 else "Over.")
+    assert play(model_server).termination == Termination.SUBMITTED
+    model_server.says = lambda n, body: (503, "busy")
+    lost = play(model_server, max_retries=1)
     assert (lost.termination, CANARY in lost.error) == (Termination.ENGINE_ERROR, False)
-    server.says = lambda n, body: (401, f"no such key {CANARY}")
+    model_server.says = lambda n, body: (401, f"no such key {CANARY}")
     with pytest.raises(ConfigError, match=r"status 401.*check model=, its key") as caught:
-        play(server)
+        play(model_server)
     assert CANARY not in str(caught.value)
 
 
-def test_a_model_that_does_not_answer_is_one_line_before_any_episode(server: Server) -> None:  # noqa: F811
-    server.says = lambda n, body: (503, "busy")
+def test_a_model_that_does_not_answer_is_one_line_before_any_episode(model_server: ModelServer) -> None:
+    model_server.says = lambda n, body: (503, "busy")
     with pytest.raises(ConfigError, match=r"status 503.*does not answer; check model= and api_base=") as caught:
-        engine(server, max_retries=1).check()
+        engine(model_server, max_retries=1).check()
     assert "\n" not in str(caught.value)
-    assert len(server.bodies) == 2
+    assert len(model_server.bodies) == 2
 
 
-def test_a_refused_prompt_ends_its_episode_and_is_not_asked_again(server: Server) -> None:  # noqa: F811
+def test_a_refused_prompt_ends_its_episode_and_is_not_asked_again(model_server: ModelServer) -> None:
     said = {"error": {"message": f"flagged by the content policy {CANARY}", "code": "content_policy_violation"}}
-    server.says = lambda n, body: (400, said) if n == 2 else (200, "<code>a</code>")
-    lost = play(server)
-    assert (lost.termination, len(server.bodies), len(lost.steps)) == (Termination.ENGINE_ERROR, 2, 1)
+    model_server.says = lambda n, body: (400, said) if n == 2 else (200, "<code>a</code>")
+    lost = play(model_server)
+    assert (lost.termination, len(model_server.bodies), len(lost.steps)) == (Termination.ENGINE_ERROR, 2, 1)
     assert lost.error.startswith("refused: openai/gpt-4o-mini: ")
     assert "flagged by the content policy" in lost.error
     assert CANARY not in lost.error
-    server.says = lambda n, body: (404, said)
+    model_server.says = lambda n, body: (404, said)
     with pytest.raises(ConfigError, match=r"status 404.*; check model=") as caught:
-        engine(server).check()
+        engine(model_server).check()
     assert CANARY not in str(caught.value)
 
 
 def test_the_pause_that_a_provider_asks_for_is_made(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept = no_pauses(monkeypatch)
-    server.headers = {"Retry-After": "17"}
-    server.says = lambda n, body: (429, "slow down") if n == 1 else (200, "<code>done</code>" if n == 2 else "Over.")
-    assert play(server).termination == Termination.SUBMITTED
+    model_server.headers = {"Retry-After": "17"}
+    answers = [(429, "slow down"), (200, "<code>done</code>"), (200, "Over.")]
+    model_server.says = lambda n, body: answers[min(n, 3) - 1]
+    assert play(model_server).termination == Termination.SUBMITTED
     assert 17.0 in slept
 
 
-def test_a_turn_is_capped_where_the_model_writes_it(server: Server) -> None:  # noqa: F811
-    server.says = lambda n, body: (200, "Over.")
-    play(server, turn=96)
-    assert {body.get("max_tokens") for body in server.bodies} == {96}
-    server.bodies.clear()
-    play(server)
-    assert {body.get("max_tokens") for body in server.bodies} == {None}
+def test_a_turn_is_capped_where_the_model_writes_it(model_server: ModelServer) -> None:
+    model_server.says = lambda n, body: (200, "Over.")
+    play(model_server, turn=96)
+    assert {body.get("max_tokens") for body in model_server.bodies} == {96}
+    model_server.bodies.clear()
+    play(model_server)
+    assert {body.get("max_tokens") for body in model_server.bodies} == {None}
 
 
 def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = threading.Event()
@@ -207,23 +209,23 @@ def test_the_deadline_ends_a_call_and_is_looked_at_after_an_action(
         free.wait(30)
         return 200, "Over."
 
-    play(server)  # litellm loads
-    server.says = hangs
-    assert play(server, deadline_s=0.2).termination == Termination.DEADLINE
+    play(model_server)  # litellm loads
+    model_server.says = hangs
+    assert play(model_server, deadline_s=0.2).termination == Termination.DEADLINE
     free.set()
-    server.says = lambda n, body: (200, "<code>a</code>")
+    model_server.says = lambda n, body: (200, "<code>a</code>")
     act, ahead = EchoEpisode.step, [0.0]  # the action takes ten minutes; how long the call takes decides nothing
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(ahead))
     monkeypatch.setattr("draco.rollout.loop.time", clock)
     monkeypatch.setattr(EchoEpisode, "step", lambda self, actions: (ahead.append(600.0), act(self, actions))[1])
-    late = play(server, deadline_s=300.0)
+    late = play(model_server, deadline_s=300.0)
     assert (late.termination, late.steps[0].observation) == (Termination.DEADLINE, "got a")
 
 
-def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
+def test_one_agent_plays_several_splits(model_server: ModelServer) -> None:
     """Connections that were closed after the first split made every later episode a fault."""
-    server.says = lambda n, body: (200, "<code>done</code>")
-    played, environment = engine(server), EchoEnvironment()
+    model_server.says = lambda n, body: (200, "<code>done</code>")
+    played, environment = engine(model_server), EchoEnvironment()
     for _ in range(2):
         played.check()
         for split in ("train", "test"):
@@ -235,9 +237,9 @@ def test_one_agent_plays_several_splits(server: Server) -> None:  # noqa: F811
     assert found[0].cost_usd is not None
 
 
-def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F811
+def script(model_server: ModelServer, out: Path, *more: str) -> dict[str, Any]:
     """Result of scripts/evaluate.py on the embedded environment."""
-    base = f"api_base={server.base}"
+    base = f"api_base={model_server.base}"
     fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
     evaluate.main([*fixed, *more])
     n = next((m.removeprefix("n=") for m in more if m.startswith("n=")), "1")
@@ -248,19 +250,19 @@ def script(server: Server, out: Path, *more: str) -> dict[str, Any]:  # noqa: F8
 
 
 def test_a_frontier_model_has_the_budgets_of_a_policy_and_not_those_of_the_toy(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     tmp_path: Path,
 ) -> None:
     """An observation of 3,000 tokens, as AppWorld cuts them, ended every episode as length_limit."""
     turns = ["<code>print(1)</code>", "I give up.", "I give up."]
-    server.says = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
-    server.prompt_tokens = lambda body: 100 if len(body["messages"]) < 3 else 3200
-    found = script(server, tmp_path / "a", "tasks=2")
+    model_server.says = lambda n, body: (200, turns[min(len(body["messages"]) // 2 - 1, 2)] if n > 1 else "ready")
+    model_server.prompt_tokens = lambda body: 100 if len(body["messages"]) < 3 else 3200
+    found = script(model_server, tmp_path / "a", "tasks=2")
     assert found["terminations"] == {"gave_up": 1.0}
     assert found["limits"] == {
         "max_turns": 50, "max_prompt_tokens": 4096, "max_response_tokens": 24576, "max_turn_tokens": 0, "deadline_s": 0,
     }  # fmt: skip
-    found = script(server, tmp_path / "b", "tasks=2", "limits.max_response_tokens=320")
+    found = script(model_server, tmp_path / "b", "tasks=2", "limits.max_response_tokens=320")
     assert (found["terminations"], found["limits"]["max_response_tokens"]) == ({"length_limit": 1.0}, 320)
 
 
@@ -280,13 +282,13 @@ def test_what_does_not_compose_is_one_line(tmp_path: Path, arguments: list[str],
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:  # noqa: F811
+def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(model_server: ModelServer, tmp_path: Path) -> None:
     """One prompt in the middle is refused, then the key is: three episodes are over by then."""
     one = "concurrency=1"
     refusal = {"error": {"message": "flagged", "code": "content_policy_violation"}}
-    server.says = lambda n, body: (200, "No.") if n < 6 else (400, refusal) if n == 6 else (401, CANARY)
+    model_server.says = lambda n, body: (200, "No.") if n < 6 else (400, refusal) if n == 6 else (401, CANARY)
     with pytest.raises(ConfigError, match=r"status 401.*; 3 episodes are kept in .*jsonl: the same command goes on"):
-        script(server, tmp_path, "tasks=3", "n=2", one)
+        script(model_server, tmp_path, "tasks=3", "n=2", one)
     file = tmp_path / "dev-api-n2.jsonl"
     lines = file.read_text().splitlines()
     assert len(lines) == 4
@@ -294,10 +296,10 @@ def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, t
     assert not (tmp_path / "dev-api-n2.json").exists()
 
     file.write_text("\n".join(lines) + '\n{"record": {"task_')  # a kill in the middle of a line
-    server.bodies.clear()
-    server.says = lambda n, body: (200, "No.")
-    found = script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4")
-    assert len(server.bodies) == 1 + 3 * 2  # the check and three episodes of two turns
+    model_server.bodies.clear()
+    model_server.says = lambda n, body: (200, "No.")
+    found = script(model_server, tmp_path, "tasks=3", "n=2", one, "prices=1,4")
+    assert len(model_server.bodies) == 1 + 3 * 2  # the check and three episodes of two turns
     assert (found["tasks"], found["n"], found["quarantined"]) == (3, 2, 1)
     assert found["terminations"] == pytest.approx({"gave_up": 5 / 6, "engine_error": 1 / 6})
     (lost,) = (r for r in found["records"] if r["termination"] == "engine_error")
@@ -305,27 +307,27 @@ def test_nothing_paid_for_is_lost_and_the_same_command_goes_on(server: Server, t
     assert "quarantined: engine_error: refused: " in lost["error"]
     assert "flagged" in lost["error"]
 
-    server.bodies.clear()
-    assert script(server, tmp_path, "tasks=3", "n=2", one, "prices=1,4") == found
-    assert server.bodies == []
+    model_server.bodies.clear()
+    assert script(model_server, tmp_path, "tasks=3", "n=2", one, "prices=1,4") == found
+    assert model_server.bodies == []
     for other, name in (("temperature=0.5", "temperature"), ("limits.max_turns=7", "limits")):
         with pytest.raises(ConfigError, match=rf"holds episodes with {name}=.*give another out="):
-            script(server, tmp_path, "tasks=3", "n=2", other)
+            script(model_server, tmp_path, "tasks=3", "n=2", other)
     with pytest.raises(ConfigError, match="holds episodes with agent=openai/gpt-4o-mini, not openai/gpt-4o"):
-        script(server, tmp_path, "tasks=3", "n=2", "model=openai/gpt-4o")
-    assert server.bodies == []
+        script(model_server, tmp_path, "tasks=3", "n=2", "model=openai/gpt-4o")
+    assert model_server.bodies == []
 
 
 def test_episodes_that_the_provider_lost_are_played_again(
-    server: Server,  # noqa: F811
+    model_server: ModelServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     no_pauses(monkeypatch)
-    server.says = lambda n, body: (200, "No.") if n < 4 else (503, "down")
-    assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"]["engine_error"] == 0.5
-    server.says = lambda n, body: (200, "No.")
-    assert script(server, tmp_path, "tasks=2", "concurrency=1")["terminations"] == {"gave_up": 1.0}
+    model_server.says = lambda n, body: (200, "No.") if n < 4 else (503, "down")
+    assert script(model_server, tmp_path, "tasks=2", "concurrency=1")["terminations"]["engine_error"] == 0.5
+    model_server.says = lambda n, body: (200, "No.")
+    assert script(model_server, tmp_path, "tasks=2", "concurrency=1")["terminations"] == {"gave_up": 1.0}
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.echo import rollout_of
+from support.factory import DONE, judged, tasks, typed, verdicts
 
 from callbacks.credit.step import StepLevelCredit
-from draco.core.types import Credit, Criterion, Failure, Group, Judgement, Task, Verdict
+from draco.core.types import Credit, Criterion, Failure, Group
 from draco.credit.advantage import standardize
 from draco.credit.redistribution import redistribute
 from draco.judge.rewards import dropout, rewards
 from draco.policy.chat import ChatFormat
 from draco.run.archive import TABLES, read_table, read_trajectories, step_folder, step_folders, write_step
 
-DONE = "<code>done</code>"
-
 
 @pytest.fixture
 def credit(chat: ChatFormat) -> Credit:
     turns = [["<code>a</code>", "<code>b</code>", DONE], ["<code>abc</code>", DONE], ["<code>é</code>", DONE]]
-    trajectories = tuple(rollout_of(chat, t, sample=i).trajectory() for i, t in enumerate(turns))
     scores = [[1, -1, 0], [-1, 1, 1], [1, 1, 1]]
     cited = [[(1,), (2,), ()], [(2, 3), (1,), (2,)], [(1,), (1,), (1,)]]
-    verdicts = tuple(
-        tuple(Verdict(s, c, "because", override=0 if (s, c) == (1, (1,)) else None) for s, c in zip(*row, strict=True))
-        for row in zip(scores, cited, strict=True)
+    table = tuple(
+        tuple(replace(v, override=0) if (v.score, v.steps) == (1, (1,)) else v for v in row)
+        for row in verdicts(scores, cited, "because")
     )
-    criteria = tuple(Criterion(f"criterion {k}", "d", "e") for k in range(3))
-    kept = dropout(torch.tensor(scores))
-    judgement = Judgement(
-        Group(Task("t", "", "train", "s"), trajectories, 4, 2),
-        criteria,
-        verdicts,
-        tuple((~kept).tolist()),
-        tuple(rewards(torch.tensor(scores), kept).tolist()),
-        (Failure(5, "score", "no reply"),),
-    )
-    return StepLevelCredit().assign_one(judgement)
+    criteria = [Criterion(f"criterion {k}", "d", "e") for k in range(3)]
+    group = Group(tasks(1)[0], typed(chat, turns), 4, 2)
+    return StepLevelCredit().assign_one(judged(group, criteria, table, [Failure(5, "score", "no reply")]))
 
 
 def test_trajectories_come_back_equal(tmp_path: Path, credit: Credit) -> None:

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 from support.module import make_module
+from support.policies import TINY
 
 from callbacks.checkpoint import Checkpoints
 from draco.core.errors import AdapterError, ConfigError, TrainingStopped
 from draco.policy.policy import Policy
 from draco.run import checkpoint
 from draco.run.checkpoint import checkpoints, rng_state
-
-TINY = "pkg://draco.policy.tiny"
 
 
 def trained(policy: Policy) -> torch.optim.Optimizer:

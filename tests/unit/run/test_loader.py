@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.factory import tasks
 
 from draco.core.errors import ConfigError
-from draco.core.types import Task
 from draco.run.loader import EvalLoader, TaskLoader
 
-TASKS = [Task(f"t{i}", "", "train", "s") for i in range(10)]
+TASKS = tasks(10)
 
 
 def loader(**changes: int) -> TaskLoader:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_fixture import write_run
+from support import ROOT
+from support.small_run import write_run
 from support.wandb_file import records
 
 from draco.core.errors import ConfigError
@@ -128,7 +129,7 @@ def test_steps_that_a_kill_kept_from_wandb_come_from_the_file(tmp_path: Path, fa
 def test_tables_accumulate_and_the_end_brings_summary_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.report_fixture import write_run
+    from support.small_run import write_run
 
     run = write_run(tmp_path / "run")
     (run / "report.html").write_text("<p>", encoding="utf-8")
@@ -182,7 +183,7 @@ def test_the_real_wandb_keeps_it_all_offline(tmp_path: Path) -> None:
     (run / "report.html").write_text("<!doctype html>", encoding="utf-8")
     # A process of its own, which has ended before its file is read. No key anywhere, so it must choose offline itself.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    root = Path(__file__).parents[3]
+    root = ROOT
     done = subprocess.run(
         [sys.executable, "-c", LOG_OFFLINE, str(run)], capture_output=True, text=True, check=False,
         env={**environment, "HOME": str(tmp_path), "PYTHONPATH": str(root)},

@@ -12,11 +12,12 @@ import author_static_rubric
 import bench_judge
 import judge_redteam
 import pytest
-from support.judge_fakes import CRITERIA, FakeJudge, client, criterion
+from support.factory import CRITERIA, criterion, group, judged, verdicts
+from support.fake_judge import FakeJudge, client
 
 from callbacks.rubric.static import load_criteria
 from draco.core.errors import ConfigError, JudgeReplyError
-from draco.core.types import Criterion, Group, Judgement, Verdict
+from draco.core.types import Criterion, Judgement
 from draco.judge.pipeline import JudgePipeline
 from draco.study.authoring import prune, rate, reduce_to_one
 
@@ -35,8 +36,7 @@ def test_the_appworld_set_has_the_papers_titles_in_its_order() -> None:
 
 
 def judgement(*rows: tuple[int, ...]) -> Judgement:
-    verdicts = tuple(tuple(Verdict(score) for score in row) for row in rows)
-    return Judgement(Group(None, ()), CRITERIA, verdicts, (False,) * len(rows), ())  # type: ignore[arg-type]
+    return judged(group(len(rows[0])), CRITERIA, verdicts(rows))
 
 
 def test_rating_and_pruning() -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import report as report_script
-from support.report_fixture import HOSTILE, evaluation, write_run
+from support.small_run import HOSTILE, evaluation, write_run
 
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices

@@ -21,13 +21,13 @@ import replay_judge
 import report
 import rescore
 from rich.console import Console
-from support.report_fixture import score_reply, write_run
-from support.report_judge import judge_server
+from support.factory import call, rewarded
+from support.hash_judge import judge_server
+from support.small_run import score_reply, write_run
 
 from callbacks.credit.step import StepLevelCredit
 from draco.config.arguments import parse
 from draco.core.errors import ConfigError, JudgeCallError
-from draco.core.types import Judgement
 from draco.judge.replies import ReplyFault
 from draco.judge.requests import JudgeRequest
 from draco.run.archive import read_calls, read_table, step_folder, write_step
@@ -87,7 +87,7 @@ def test_groups_without_criteria(tmp_path: Path, rubric: str, status: int, capsy
     run = write_run(tmp_path / "run", rubric=rubric)
     (group,) = read_groups(run, 0)
     group = replace(group, trajectories=group.trajectories[:2], step=2)
-    credit = StepLevelCredit().assign_one(Judgement(group, (), (), (), (1.0, 0.0)))
+    credit = StepLevelCredit().assign_one(rewarded(group, (1.0, 0.0)))
     write_step(run, 2, [group], [credit])
     assert replay_script.main([str(run)]) == status
     given = "2 rewards are the environment's and were taken as given"
@@ -116,13 +116,7 @@ class OtherJudge:
         return value
 
 
-def _record() -> Any:
-    from support.report_fixture import call
-
-    return call(0, "score", 0, "{}")
-
-
-RECORDS = [_record()]
+RECORDS = [call(0, "score", 0, "{}")]
 
 
 def test_a_judge_is_replayed_byte_for_byte_and_goes_on(run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import stat
 import sys
@@ -12,8 +13,10 @@ from typing import Any
 
 import evaluate
 import pytest
+import torch
 
 from draco.core.errors import ConfigError, EnvironmentFault
+from draco.core.files import resolve
 from draco.core.llm.money import Prices
 from draco.study.runs import open_run
 from draco.study.tables import all_tables
@@ -122,7 +125,9 @@ def tau2(tmp_path: Path) -> Path:
     """Writes the results above to where --save-to says; fails for the user simulator `bad`."""
     program = tmp_path / "tau2"
     program.write_text(
-        f"#!{sys.executable}\nimport json, pathlib, sys\n"
+        f"#!{sys.executable}\nimport json, os, pathlib, sys\n"
+        f"called = {{'argv': sys.argv, 'key': os.environ.get('HOSTED_VLLM_API_KEY')}}\n"
+        f"pathlib.Path({str(tmp_path / 'tau2.json')!r}).write_text(json.dumps(called))\n"
         "if 'bad' in sys.argv: sys.exit('no such model')\n"
         "status = 3 if 'late' in sys.argv else 0\n"
         "out = pathlib.Path(sys.argv[sys.argv.index('--save-to') + 1])\n"
@@ -224,27 +229,124 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def test_the_checkpoint_is_served_and_the_server_ends(tmp_path: Path, tau2: Path, port: int) -> None:
-    run = tmp_path / "run"
+#: an "interpreter with vLLM": it keeps what it is started with, and answers as a server with adapters does
+SERVER = """#!{python}
+import json, os, pathlib, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from safetensors import safe_open
+
+seen = {{"argv": sys.argv, "key": os.environ["VLLM_API_KEY"], "judge": os.environ.get("OPENAI_API_KEY"), "names": []}}
+
+def note():
+    pathlib.Path({file!r}).write_text(json.dumps(seen))
+
+class H(BaseHTTPRequestHandler):
+    def say(self, content):
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        assert self.path == "/health" or self.headers["Authorization"] == "Bearer " + seen["key"]
+        self.say({{"data": [{{"id": "draco-base"}}]}})
+
+    def do_POST(self):
+        assert self.headers["Authorization"] == "Bearer " + seen["key"]
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v1/load_lora_adapter":
+            with safe_open(body["lora_path"] + "/adapter_model.safetensors", "pt") as stored:
+                seen["names"] = list(stored.keys())
+            note()
+            return self.say({{}})
+        changed = body["model"] != "draco-base" and {applies}
+        row = [None] + [{{str(t): {{"logprob": -2.0 if changed else -1.0}}}} for t in body["prompt"][1:]]
+        choice = {{"token_ids": [1], "logprobs": {{"token_logprobs": [-1.0]}}, "prompt_logprobs": row}}
+        self.say({{"choices": [choice]}})
+
+note()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), H).serve_forever()
+"""
+
+
+@pytest.fixture
+def trained_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of a `qwen3_5` model with a checkpoint; it has a config and a tokenizer, and needs no weights here."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    monkeypatch.setenv("VLLM_API_KEY", "")  # the launcher makes one up; the variable is put back after the test
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-judge")
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(resolve("pkg://draco.policy.tiny"), model)
+    config = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
     adapter = run / "checkpoints" / "step=000001" / "adapter"
     adapter.mkdir(parents=True)
-    (run / "config.yaml").write_text("policy: {path: some/model}\n", encoding="utf-8")
-    server = tmp_path / "python-with-vllm"
-    server.write_text(
-        f"#!{sys.executable}\nimport json, pathlib, sys\nfrom http.server import BaseHTTPRequestHandler, HTTPServer\n"
-        f"pathlib.Path({str(tmp_path / 'argv.json')!r}).write_text(json.dumps(sys.argv))\n"
-        "class H(BaseHTTPRequestHandler):\n    def do_GET(self):\n"
-        "        self.send_response(200)\n        self.end_headers()\n"
-        "HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), H).serve_forever()\n",
-        encoding="utf-8",
-    )
-    server.chmod(server.stat().st_mode | stat.S_IXUSR)
-    options = [f"run={run}", "n=2", "checkpoint=1", f"tau2={tau2}", f"python={server}", f"port={port}"]
+    LoraConfig(r=20).save_pretrained(str(adapter))
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    weights = {f"{layer}.lora_A.weight": torch.ones(20, 4), f"{layer}.lora_B.weight": torch.ones(4, 20)}
+    save_file(weights, adapter / "adapter_model.safetensors")
+    (run / "config.yaml").write_text(f"policy: {{path: {model}}}\n", encoding="utf-8")
+    return run
+
+
+def fake_vllm(folder: Path, *, applies: bool) -> Path:
+    program = folder / "python-with-vllm"
+    text = SERVER.format(python=sys.executable, file=str(folder / "seen.json"), applies=applies)
+    program.write_text(text, encoding="utf-8")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
+
+
+def test_the_checkpoint_is_served_and_the_server_ends(
+    tmp_path: Path, trained_run: Path, tau2: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a key, behind the watchdog, and under the names that vLLM applies."""
+    program = fake_vllm(tmp_path, applies=True)
+    options = [f"run={trained_run}", "n=2", "checkpoint=1", f"tau2={tau2}", f"python={program}", f"port={port}"]
     evaluate.main(["env=tau_banking", *options, "tool_parser=hermes"])
-    arguments = json.loads((tmp_path / "argv.json").read_text(encoding="utf-8"))
-    assert arguments[arguments.index("--lora-modules") + 1] == f"policy={adapter}"
-    assert arguments[arguments.index("--model") + 1] == "some/model"
+    seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    arguments = seen["argv"]
+    assert arguments[arguments.index("--model") + 1] == str(tmp_path / "model")
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
-    assert (run / "evaluations" / "tau_banking-step=000001-n2.json").is_file()
+    assert arguments[arguments.index("--max-lora-rank") + 1] == "32"
+    assert arguments[arguments.index("--tool-call-parser") + 1] == "hermes"
+    assert arguments[-2:] == ["--generation-config", "auto"]  # the last one holds
+    assert len(seen["key"]) > 20
+    assert seen["key"] not in arguments
+    assert seen["judge"] is None
+    called = json.loads((tmp_path / "tau2.json").read_text(encoding="utf-8"))
+    model = called["argv"][called["argv"].index("--agent-llm") + 1]
+    assert model.startswith("hosted_vllm/draco-v000000-")
+    assert called["key"] == seen["key"]
+    assert seen["key"] not in " ".join(called["argv"])
+    assert all(".model.language_model.layers." in name for name in seen["names"])
+    assert (trained_run / "evaluations" / "tau_banking-step=000001-n2.json").is_file()
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):
         again.connect(("127.0.0.1", port))
+
+
+def test_an_adapter_that_changes_nothing_is_an_error(tmp_path: Path, trained_run: Path, tau2: Path, port: int) -> None:
+    program = fake_vllm(tmp_path, applies=False)
+    options = [f"run={trained_run}", "n=2", "checkpoint=1", f"tau2={tau2}", f"python={program}", f"port={port}"]
+    with pytest.raises(ConfigError, match=r"cannot be served: .* exactly as the base model.*vllm#39369"):
+        evaluate.main(["env=tau_banking", *options])
+    assert not (tmp_path / "tau2.json").exists()
+    with socket.socket() as again, pytest.raises(ConnectionRefusedError):
+        again.connect(("127.0.0.1", port))
+
+
+def test_a_server_that_ends_is_quoted(tmp_path: Path, trained_run: Path, tau2: Path, port: int) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 3\n", encoding="utf-8")
+    program.chmod(0o755)
+    options = [f"run={trained_run}", "n=2", "checkpoint=base", f"tau2={tau2}", f"python={program}", f"port={port}"]
+    with pytest.raises(
+        ConfigError, match=r"env=tau_banking started has ended \(exit status 3\)(.|\n)*no module named vllm"
+    ):
+        evaluate.main(["env=tau_banking", *options])
+    with pytest.raises(ConfigError, match=r"^python=.*none: no such interpreter"):
+        evaluate.main(["env=tau_banking", *options[:-2], f"python={tmp_path / 'none'}"])

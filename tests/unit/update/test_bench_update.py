@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+from support import ROOT
+
+SCRIPTS = ROOT / "scripts"
 
 #: in a process of its own, for the script sets variables of the environment
 STEP = """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import doctest
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import ROOT
 from support.echo import EchoEnvironment, TypedEngine
 from support.module import Rewards, make_module, make_trainer, script
 
@@ -25,8 +25,6 @@ from draco.rollout.loop import Limits
 from draco.run.loader import TaskLoader
 from draco.update import metrics as figures
 from draco.update.metrics import judge_speed, merge_metrics
-
-ROOT = Path(__file__).parents[3]
 
 
 def documented() -> set[str]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.echo import EchoEnvironment, EchoEvaluator, TypedEngine
-from support.module import Rewards, _Null, credits_of, gradients, make_module, make_trainer, prepared, relative, script
+from support.factory import credit_of, credits_of, with_step_advantages
+from support.models import relative
+from support.module import Rewards, _Null, gradients, make_module, make_trainer, prepared, script
+from support.policies import TINY
 
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rollout import AgentRollout
@@ -132,7 +136,7 @@ def test_kl_is_against_the_adapter_off_reference(new_policy: Callable[[], Policy
     assert relative(gradients(module, credits), brute_force(module.policy, credits, 5.0)) < 1e-5
     assert module.record is not None
     assert module.record.metrics["update/kl"] > 0
-    module = prepared(lambda: Policy("pkg://draco.policy.tiny"))  # a fresh adapter is the identity
+    module = prepared(lambda: Policy(TINY))  # a fresh adapter is the identity
     gradients(module, credits)
     assert module.record is not None
     assert module.record.metrics["update/kl"] == pytest.approx(0.0, abs=1e-9)
@@ -159,9 +163,7 @@ def test_gradient_does_not_depend_on_arrival(new_policy: Callable[[], Policy]) -
 
 
 def zeroed(credit: Credit) -> Credit:
-    members = len(credit.advantages)
-    steps = tuple(tuple(0.0 for _ in a) for a in credit.step_advantages)
-    return Credit(credit.judgement, (0.0,) * members, steps, credit.qualities, credit.reasons, zero_std=True)
+    return replace(with_step_advantages(credit, 0.0), advantages=(0.0,) * len(credit.advantages), zero_std=True)
 
 
 def test_zero_signal_groups_stay_or_go(new_policy: Callable[[], Policy]) -> None:
@@ -178,7 +180,7 @@ def test_skipped_groups_and_quarantined_members_change_nothing(new_policy: Calla
     module = prepared(new_policy)
     credits = credits_of(module.policy)
     expected = gradients(module, credits)
-    empty = Credit(Judgement(Group(Task("x", "", "train", "s"), (), 9), (), (), (), ()), (), (), (), ())
+    empty = credit_of(Group(Task("x", "", "train", "s"), (), 9), [], 0.0, 0.0)
     assert torch.equal(gradients(prepared(new_policy), [empty, *credits]), expected)
 
 
@@ -220,8 +222,7 @@ class Poison(UniformCredit):
         credit = super().assign_one(judgement)
         if judgement.group.step < self.start:
             return credit
-        steps = tuple(tuple(math.nan for _ in a) for a in credit.step_advantages)
-        return Credit(judgement, credit.advantages, steps, credit.qualities, credit.reasons)
+        return with_step_advantages(credit, math.nan)
 
 
 def test_a_nan_step_is_skipped_and_counted(new_policy: Callable[[], Policy]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.echo import rollout_of
+from support.factory import DONE, credit_of, tasks, typed
 from support.models import SIZES, build, relative
 from torch import Tensor, nn
 from transformers import (
@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from draco.core.types import Credit, Group, Judgement, Task
+from draco.core.types import Credit, Group
 from draco.policy import attention
 from draco.policy.attention import leaks_across_rows, pack_attention, packed_inputs
 from draco.policy.policy import Policy
@@ -135,20 +135,16 @@ def test_a_model_that_leaks_unannounced_is_found_by_trying(
 # --- rows, plans, tensors ---
 
 
-def credit_of(policy: Policy, turns: list[list[str]]) -> Credit:
-    rollouts = [rollout_of(policy.chat, [*t, "<code>done</code>"], sample=i) for i, t in enumerate(turns)]
-    group = Group(Task("t", "", "train", "s"), tuple(r.trajectory() for r in rollouts))
-    advantages = tuple(float(i + 1) for i in range(len(turns)))
-    steps = tuple(
-        tuple(a * (j + 1) for j in range(len(t.steps))) for a, t in zip(advantages, group.trajectories, strict=True)
-    )
-    return Credit(Judgement(group, (), (), (), advantages), advantages, steps, ((),) * len(turns), ("x",) * len(turns))
+def credit(policy: Policy, turns: list[list[str]]) -> Credit:
+    """Member i (from 1) has the advantage i; its step j the advantage i · j."""
+    group = Group(tasks(1)[0], typed(policy.chat, [[*t, DONE] for t in turns]))
+    return credit_of(group, [float(i + 1) for i in range(len(turns))], slope=1.0, offset=1.0)
 
 
 @pytest.fixture
 def rows(policy: Policy) -> tuple[Row, ...]:
-    credit = credit_of(policy, [[], ["<code>a</code>"], ["<code>bcd</code>", "<code>e</code>"]])
-    return tuple(rows_of(credit, LossOptions()))
+    made = credit(policy, [[], ["<code>a</code>"], ["<code>bcd</code>", "<code>e</code>"]])
+    return tuple(rows_of(made, LossOptions()))
 
 
 def test_both_layouts_hold_the_same_tokens(rows: tuple[Row, ...]) -> None:
@@ -193,12 +189,12 @@ def test_plans_hold_their_budget() -> None:
 
 
 def test_rows_carry_the_weight_of_their_aggregation(policy: Policy) -> None:
-    credit = credit_of(policy, [[], ["<code>a</code>"]])
-    tokens = [sum(t.step_tokens) for t in credit.judgement.group.trajectories]
-    assert [r.weight for r in rows_of(credit, LossOptions())] == [1.0, 1.0]
-    means = rows_of(credit, LossOptions(aggregation="sequence_mean"))
+    made = credit(policy, [[], ["<code>a</code>"]])
+    tokens = [sum(t.step_tokens) for t in made.judgement.group.trajectories]
+    assert [r.weight for r in rows_of(made, LossOptions())] == [1.0, 1.0]
+    means = rows_of(made, LossOptions(aggregation="sequence_mean"))
     assert [r.weight for r in means] == [1 / n for n in tokens]
-    constant = rows_of(credit, LossOptions(aggregation="constant_length", constant_length=40))
+    constant = rows_of(made, LossOptions(aggregation="constant_length", constant_length=40))
     assert [r.weight for r in constant] == [1 / 40] * 2
     batch = collate(means, torch.device("cpu"), packed=True)
     assert batch.weights is not None

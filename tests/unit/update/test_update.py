@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.module import credits_of, gradients, prepared, relative
+from support.factory import credits_of, with_step_advantages
+from support.models import relative
+from support.module import gradients, prepared
+from support.policies import TINY
 from torch import Tensor
 
 from draco.core.errors import AdapterError, ConfigError
@@ -18,8 +21,6 @@ from draco.core.types import Credit
 from draco.module import GRPOModule, StepRecord
 from draco.policy.policy import Policy
 from draco.update.options import LossOptions, UpdateOptions
-
-TINY = "pkg://draco.policy.tiny"
 
 
 def token_logprobs(policy: Policy, ids: Sequence[int], step_of: Sequence[int]) -> Tensor:
@@ -177,9 +178,7 @@ def test_the_learning_rate_falls_linearly_over_decay_steps(new_policy: Callable[
 
 def test_nan_shows_in_the_norm_whichever_share_it_is_in(new_policy: Callable[[], Policy]) -> None:
     credits = credits_of(new_policy(), groups=2)
-    bad = credits[0]
-    steps = tuple(tuple(math.nan for _ in a) for a in bad.step_advantages)
-    poisoned = Credit(bad.judgement, bad.advantages, steps, bad.qualities, bad.reasons)
+    poisoned = with_step_advantages(credits[0], math.nan)
     module = trained(new_policy, [poisoned, credits[1]], 0.1, updates_per_batch=2)
     assert module.record is not None
     assert math.isnan(module.record.metrics["update/grad_norm"])

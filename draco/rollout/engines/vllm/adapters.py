@@ -19,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from peft import PeftConfig
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draco.core.errors import EngineError
 from draco.policy.policy import Policy
 from draco.policy.sharding import full
 
-__all__ = ["PREFIX", "Adapter", "AdapterStore", "served_keys"]
+__all__ = ["PREFIX", "Adapter", "AdapterStore", "adapter_rank", "served_keys"]
 
 PREFIX = "draco-v"
-KEPT = 2
+ADAPTER_FILE = "adapter_model.safetensors"
+_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +62,31 @@ class AdapterStore:
             EngineError: the writing rank did not write it.
         """
         state = {name: full(tensor).detach().cpu().contiguous() for name, tensor in policy.adapter_state().items()}
-        name = f"{PREFIX}{policy.version:06d}-{_digest(state)}"
+        config = policy.model.peft_config[policy.model.active_adapter]
+        return self._publish(state, str(policy.model.config.model_type), config, policy.version)
+
+    def publish_folder(self, source: Path, model_type: str) -> Adapter:
+        """The adapter of a checkpoint, in PEFT's format, as a complete folder that vLLM can load."""
+        return self._publish(load_file(source / ADAPTER_FILE), model_type, PeftConfig.from_pretrained(str(source)), 0)
+
+    def _publish(self, state: Mapping[str, Tensor], model_type: str, config: PeftConfig, version: int) -> Adapter:
+        name = f"{PREFIX}{version:06d}-{_digest(state)}"
         adapter = Adapter(name, self.folder / name, any(bool(t.any()) for k, t in state.items() if "lora_B" in k))
         if adapter.folder.is_dir():
             return adapter
         if self.writer:
-            self._write(policy, state, adapter.folder)
+            self._write(served_keys(model_type, state), config, adapter.folder)
             self._prune(adapter)
         else:
             self._wait(adapter.folder)
         return adapter
 
-    def _write(self, policy: Policy, state: Mapping[str, Tensor], folder: Path) -> None:
+    def _write(self, state: dict[str, Tensor], config: PeftConfig, folder: Path) -> None:
         part = folder.with_name(f".{folder.name}-{socket.gethostname()}-{os.getpid()}")  # each machine may write
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        model_type = str(getattr(policy.model.config, "model_type", ""))
-        save_file(served_keys(model_type, state), part / "adapter_model.safetensors", metadata={"format": "pt"})
-        policy.model.peft_config[policy.model.active_adapter].save_pretrained(str(part))
+        save_file(state, part / ADAPTER_FILE, metadata={"format": "pt"})
+        config.save_pretrained(str(part))
         try:
             part.rename(folder)
         except OSError:
@@ -91,7 +100,7 @@ class AdapterStore:
         for folder in self.folder.glob(PREFIX + "*"):
             with contextlib.suppress(FileNotFoundError):  # another machine's writer prunes the same folder
                 older.append((folder.stat().st_mtime_ns, folder))
-        for _, folder in sorted(o for o in older if o[1] != current.folder)[: -(KEPT - 1)]:
+        for _, folder in sorted(o for o in older if o[1] != current.folder)[: -(_KEPT - 1)]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _wait(self, folder: Path) -> None:
@@ -103,6 +112,12 @@ class AdapterStore:
                     "not share the run folder (set engine.adapter_dir to a folder that all of them see)"
                 )
             time.sleep(0.05)
+
+
+def adapter_rank(folder: Path) -> int:
+    """Rank of an adapter in PEFT's format."""
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    return int(config.r)
 
 
 def served_keys(model_type: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -258,8 +258,8 @@ def _on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def interpreter(python: str) -> str:
-    """Absolute path of the Python that has vLLM.
+def interpreter(python: str, option: str = "engine.python=") -> str:
+    """Absolute path of the Python that has vLLM; `option` names it in messages.
 
     Raises:
         ConfigError: there is no such file.
@@ -267,7 +267,7 @@ def interpreter(python: str) -> str:
     path = Path(python).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"engine.python={python}: no such interpreter; make the environment with scripts/setup_vllm.sh, or name "
+            f"{option}{python}: no such interpreter; make the environment with scripts/setup_vllm.sh, or name "
             "the Python of one that has vLLM 0.32"
         )
     return str(path.absolute())  # not resolved: the link is what makes it the environment's

@@ -16,24 +16,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
+from support.factory import call, group, judged, trajectory, verdicts
 
 from callbacks.credit.step import StepLevelCredit
-from draco.core.types import (
-    Credit,
-    Criterion,
-    Failure,
-    Group,
-    Judgement,
-    Message,
-    Step,
-    Task,
-    Termination,
-    Trajectory,
-    Verdict,
-)  # fmt: skip
-from draco.judge.records import CallRecord
-from draco.judge.rewards import dropout, rewards
+from draco.core.types import Credit, Criterion, Failure, Group, Message, Task, Termination, Trajectory
 from draco.run.archive import write_step
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e{{data}}'
@@ -44,43 +30,18 @@ CITED: dict[int, list[list[tuple[int, ...]]]] = {
 }
 
 
-def trajectory(task: Task, sample: int, lengths: tuple[int, ...], end: Termination) -> Trajectory:
-    """A rollout whose steps have so many tokens; two prompt tokens before."""
-    steps, ids, step_of = [], [0, 0], [-1, -1]
-    for j, n in enumerate(lengths):
-        steps.append(Step(j + 1, (len(ids), len(ids) + n), f"act {j + 1} {HOSTILE}", f"seen {HOSTILE}", j + 1))
-        ids += [5 + j] * n
-        step_of += [j] * n
-    messages = (Message("system", "be good"), Message("user", f"do {HOSTILE}"), Message("assistant", "act"))
-    return Trajectory(
-        task, sample, messages, tuple(ids), tuple(step_of), (-0.5,) * len(ids), tuple(steps), end, 2, 0, 7
-    )  # fmt: skip
+def rollout(task: Task, sample: int, lengths: tuple[int, ...], end: Termination = Termination.SUBMITTED) -> Trajectory:
+    """A rollout whose steps have so many tokens."""
+    opening = (Message("system", "be good"), Message("user", f"do {HOSTILE}"), Message("assistant", "act"))
+    steps = [(f"act {j + 1} {HOSTILE}", f"seen {HOSTILE}") for j in range(len(lengths))]
+    return trajectory(sample, steps, end, task=task, opening=opening, tokens=lengths, seed=7)
 
 
-def credit_of(step: int, trajectories: tuple[Trajectory, ...], lost: tuple[Failure, ...] = ()) -> Credit:
+def credit_of(step: int, group: Group, lost: tuple[Failure, ...] = ()) -> Credit:
     """What training would have made of the scores above."""
-    scores = torch.tensor(SCORES[step])
-    kept = dropout(scores)
-    verdicts = tuple(
-        tuple(Verdict(s, c, f"because {HOSTILE}") for s, c in zip(*row, strict=True))
-        for row in zip(SCORES[step], CITED[step], strict=True)
-    )
-    criteria = tuple(Criterion(f"criterion {name} {HOSTILE}", "text", "how") for name in "ABC"[: len(verdicts)])
-    group = Group(trajectories[0].task, trajectories, 0, step)
-    made = tuple(rewards(scores, kept).tolist())
-    judgement = Judgement(group, criteria, verdicts, tuple((~kept).tolist()), made, lost)
-    return StepLevelCredit().assign_one(judgement)
-
-
-def call(step: int, phase: str, sample: int, reply: str, usd: float | None = 0.25) -> CallRecord:
-    """One judge call."""
-    return CallRecord(
-        phase=phase, task_id=f"task{step}", sample=sample, step=step, model="judge/one", served_model="",
-        fingerprint="",
-        prompt_version="v", prompt_hash=f"{phase}{sample}", temperature=0.1, attempt=1, outcome="ok", error="",
-        tokens_in=100, tokens_out=10, tokens_cached=0, cost_usd=usd, latency_s=0.5,
-        messages=(("system", "you judge"), ("user", "[step 1] action:\nx\n")), reply=reply,
-    )  # fmt: skip
+    table = verdicts(SCORES[step], CITED[step], f"because {HOSTILE}")
+    criteria = [Criterion(f"criterion {name} {HOSTILE}", "text", "how") for name in "ABC"[: len(table)]]
+    return StepLevelCredit().assign_one(judged(group, criteria, table, lost))
 
 
 def score_reply(*scores: int) -> str:
@@ -92,22 +53,21 @@ def score_reply(*scores: int) -> str:
 def write_run(path: Path, rubric: str = "dynamic", credit: str = "step", seed: int = 0) -> Path:
     """The run folder."""
     path.mkdir(parents=True, exist_ok=True)
-    submitted, cut = Termination.SUBMITTED, Termination.LENGTH_LIMIT
     tasks = [Task(f"task{s}", "do it", "train", f"s{s}") for s in (0, 1)]
     first = (
-        trajectory(tasks[0], 0, (2, 4, 2), submitted), trajectory(tasks[0], 1, (2, 4, 2), submitted),
-        trajectory(tasks[0], 2, (3,), cut),
+        rollout(tasks[0], 0, (2, 4, 2)), rollout(tasks[0], 1, (2, 4, 2)),
+        rollout(tasks[0], 2, (3,), Termination.LENGTH_LIMIT),
     )  # fmt: skip
-    second = (trajectory(tasks[1], 0, (2, 2), submitted), trajectory(tasks[1], 1, (2, 2), submitted))
-    lost = trajectory(tasks[1], 2, (1,), Termination.ENVIRONMENT_ERROR)
+    second = (rollout(tasks[1], 0, (2, 2)), rollout(tasks[1], 1, (2, 2)))
+    lost = rollout(tasks[1], 2, (1,), Termination.ENVIRONMENT_ERROR)
     calls = [
         call(0, "score", 0, score_reply(1, 1)),
         call(0, "score", 1, score_reply(-1, 1)),
         call(0, "attribute", 0, "{}", 0.5),
     ]
-    write_step(path, 0, [Group(tasks[0], first, 0, 0)], [credit_of(0, first)], calls)
+    write_step(path, 0, [group(first, step=0)], [credit_of(0, group(first, step=0))], calls)
     failure = (Failure(2, "rollout", "environment_error"),)
-    write_step(path, 1, [Group(tasks[1], (*second, lost), 0, 1)], [credit_of(1, second, failure)],
+    write_step(path, 1, [group((*second, lost), step=1)], [credit_of(1, group(second, step=1), failure)],
                [call(1, "score", 0, score_reply(-1), None)])  # fmt: skip
     config = {
         "steps": 2, "seed": seed, "env": {"name": "echo"}, "policy": {"path": "pkg://draco.policy.tiny"},

@@ -1,4 +1,4 @@
-"""Shared by several test modules."""
+"""Chat templates of known model families, as installed packages ship them; a missing package is a skip."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Rollouts of the desk's scripted agent as trajectories: text alone, no tokens."""
+"""Rollouts of the desk's scripted agent, with chosen faults, as trajectories of text alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
-from draco.core.types import Step, Task, Termination, Trajectory
+from support.factory import trajectory
+
+from draco.core.types import Step, Task, Trajectory
 from draco.env.base import Outcome
 from draco.env.desk.agent import Agent
 from draco.env.desk.environment import DeskEnvironment
@@ -30,17 +33,5 @@ def play(task: Task, sample: int, rates: dict[str, float], by_call: bool = False
         else:
             steps.append(Step(len(steps) + 1, (0, 0), text, "\n".join(observed), turn))
     outcome = DeskEvaluator("tool_call" if by_call else "turn").evaluate(task, episode.end_state())
-    trajectory = Trajectory(
-        task=task,
-        sample=sample,
-        messages=episode.opening,
-        token_ids=(),
-        step_of=(),
-        logprobs=(),
-        steps=tuple(steps),
-        termination=Termination.SUBMITTED,
-        prompt_tokens=0,
-        policy_version=0,
-        seed=sample,
-    )
-    return trajectory, outcome
+    made = trajectory(sample, task=task, opening=episode.opening, seed=sample)
+    return replace(made, steps=tuple(steps)), outcome

@@ -1,4 +1,4 @@
-"""A litellm provider with canned replies, and small groups. Only the model call is faked."""
+"""A litellm provider with canned replies, and a client that calls it. Only the model call is faked."""
 
 from __future__ import annotations
 
@@ -13,46 +13,11 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 import litellm
 from litellm.llms.custom_llm import CustomLLM
+from support.factory import criterion
 
-from draco.core.types import Criterion, Group, Message, Step, Task, Termination, Trajectory
 from draco.judge.client import JudgeClient
 
-TASK = Task("t1", "pay ana 31", "train", "s1")
 PHASE = re.compile(r"^# Call: (\w+)$", re.MULTILINE)
-CRITERIA = (Criterion("Pays ana", "d", "i"), Criterion("Pays exactly 31", "d", "i"))
-
-
-def trajectory(
-    sample: int,
-    steps: int = 3,
-    termination: Termination = Termination.SUBMITTED,
-    observation: str = "ok",
-    task: Task = TASK,
-) -> Trajectory:
-    """A rollout whose actions name its sample."""
-    return Trajectory(
-        task=task,
-        sample=sample,
-        messages=(Message("system", "be good"), Message("user", "pay ana 31"), Message("assistant", "later")),
-        token_ids=(),
-        step_of=(),
-        logprobs=(),
-        steps=tuple(Step(j, (0, 0), f"act {j} of sample {sample}", observation, j) for j in range(1, steps + 1)),
-        termination=termination,
-        prompt_tokens=0,
-        policy_version=0,
-        seed=0,
-    )
-
-
-def group(n: int = 6, index: int = 0, **kwargs: Any) -> Group:
-    """n rollouts of one task."""
-    return Group(TASK, tuple(trajectory(i, **kwargs) for i in range(n)), index, step=7)
-
-
-def criterion(title: str, **more: Any) -> dict[str, Any]:
-    """As the judge would write it."""
-    return {"title": title, "description": "d", "evaluator_instruction": "i", "grounding_references": []} | more
 
 
 def titles_in(text: str) -> list[str]:
