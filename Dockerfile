@@ -5,7 +5,7 @@
 #                                                      --build-arg CPU_INDEX=URL of PyTorch's CPU builds ("Get started" on
 #                                                      its site shows it); without, pip's default build, which is larger
 #   docker build -t draco-appworld --target appworld . CUDA and AppWorld's environment (mount its data at /work/.appworld)
-#   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/work/runs" draco env=desk steps=40
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/work/runs" draco train env=desk steps=40
 # Keys (of a judge's provider, of Weights & Biases) go in at run time with `-e NAME`; none belongs in an image.
 # The lines between `# install:` marks are what .ci/docker_install runs in a clean virtual environment.
 ARG CUDA=13.0.1
@@ -37,7 +37,8 @@ ENV PATH=/opt/draco/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HO
 USER 10001
 WORKDIR /work
 HEALTHCHECK --interval=60s --timeout=10s --start-period=30s --retries=3 CMD ["python", "-m", "draco.run.healthcheck"]
-ENTRYPOINT ["draco-train"]
+ENTRYPOINT ["draco"]
+CMD ["train"]
 
 # --- CUDA ---------------------------------------------------------------------------------------------------------------
 # The PyTorch wheels bring their own CUDA libraries; only the kernels below are compiled, against the toolkit here.
@@ -77,7 +78,8 @@ ENV VIRTUAL_ENV=/opt/draco PATH=/opt/draco/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDO
 USER 10001
 WORKDIR /work
 HEALTHCHECK --interval=60s --timeout=10s --start-period=60s --retries=3 CMD ["python", "-m", "draco.run.healthcheck"]
-ENTRYPOINT ["draco-train"]
+ENTRYPOINT ["draco"]
+CMD ["train"]
 
 # --- optional: AppWorld beside it, in an environment of its own (its pins cannot live with the trainer's) ---------------
 FROM cuda-base AS appworld

@@ -1,6 +1,6 @@
-"""`python train.py …`: the same as `draco-train …`."""
+"""`python train.py …`: the same as `draco train …`."""
 
-from draco.cli import main
+from draco.cli import train
 
 if __name__ == "__main__":
-    main()
+    train()

@@ -3,21 +3,21 @@
     python scripts/bench_appworld.py                     96 episodes on the miniature tasks
     python scripts/bench_appworld.py episodes=24 data=.appworld split=train
 
-Options: episodes (96), executes (5 an episode for the first 20), python, data, split, at_once (openings at a time: the
-number of cores). Memory is PSS: shared pages count once over all processes, the fork server included. Wall
-times are those of this machine at this moment; CPU times say more on a busy one.
+Memory is PSS: shared pages count once over all processes, the fork server included. Wall times are those of this
+machine at this moment; CPU times say more on a busy one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from draco.config.arguments import parse, run_main, whole
-from draco.core.errors import ConfigError
+from draco.config.arguments import Command, end, option
+from draco.config.options import Count
 from draco.env.appworld.client import ServerOptions
 from draco.env.appworld.data import Roots
 from draco.env.appworld.pool import Pool, Slot
@@ -25,8 +25,28 @@ from draco.env.appworld.pool import Pool, Slot
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))
 DATA = os.environ.get("DRACO_APPWORLD_DATA", str(ROOT / ".appworld-mini"))
-OPTIONS = ("at_once", "data", "episodes", "executes", "python", "split")
 CODE = "print(apis.supervisor.show_profile())"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured."""
+
+    episodes: Count = option(96, "live at the same time")
+    executes: Count = option(5, "calls an episode, for the first 20")
+    at_once: Count = option(os.cpu_count() or 1, "openings at a time", shown="the number of cores")
+    python: str = option(PYTHON, "interpreter that has AppWorld")
+    data: str = option(DATA, "AppWorld's data")
+    split: str = option("train", "split of the data")
+
+
+COMMAND = Command(
+    "python scripts/bench_appworld.py",
+    "what AppWorld episodes take on this machine",
+    Options,
+    __doc__ or "",
+    ("python scripts/bench_appworld.py", "python scripts/bench_appworld.py episodes=24 data=.appworld split=train"),
+)
 
 
 def pss(pid: int) -> float:
@@ -88,20 +108,14 @@ async def measure(roots: Roots, python: str, split: str, *, episodes: int, execu
 
 
 def main(arguments: list[str]) -> None:
-    words, given = parse(arguments, OPTIONS)
-    if words:
-        raise ConfigError(f"{words[0]!r} is no option; expected {', '.join(f'{name}=…' for name in OPTIONS)}")
+    given = COMMAND.parse(arguments)
     asyncio.run(
         measure(
-            Roots.at(given.get("data", DATA)),
-            given.get("python", PYTHON),
-            given.get("split", "train"),
-            episodes=whole(given, "episodes", 96, 1),
-            executes=whole(given, "executes", 5, 1),
-            at_once=whole(given, "at_once", os.cpu_count() or 1, 1),
+            Roots.at(given.data), given.python, given.split, episodes=given.episodes, executes=given.executes,
+            at_once=given.at_once,
         )
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    run_main(main)
+    end(main, COMMAND)

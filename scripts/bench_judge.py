@@ -1,6 +1,6 @@
 """Prompt tokens of judge.plan=lean against judge.plan=paper on the same archived groups.
 
-    python scripts/bench_judge.py [--quick] [run=runs/NAME] [steps=2] [tasks=16] [samples=6] [judge=… judge.model=…]
+    python scripts/bench_judge.py [quick=true] [run=runs/NAME] [steps=2] [tasks=16] [samples=6] [judge=… judge.model=…]
 
 Without run= it rolls out the default policy first (`tasks` tasks of the training split, `samples` rollouts each, one
 archived step after another) and reads them back from the archive that it wrote. Both plans judge them with
@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -32,8 +33,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from draco.config.arguments import run_main, split, whole
+from draco.config.arguments import Command, end, option, passed_on
 from draco.config.compose import with_judge
+from draco.config.options import Count
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
 from draco.judge.cachemodel import Usage, prompt_usage
@@ -43,18 +45,35 @@ from draco.judge.records import CallRecord
 from draco.run.archive import write_step
 from draco.study.base_rollouts import archived_groups, sample_groups
 
-OWN = {"run", "steps", "tasks", "samples"}
 RATIO, AGREEMENT = 0.5, 0.98  #: targets
 
 
-def groups_of(config: DictConfig, given: dict[str, str], quick: bool) -> list[Group]:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which groups are judged."""
+
+    run: Path | None = option(
+        None, "run folder whose archived groups are judged", shown="rollouts of the default policy"
+    )
+    quick: bool = option(False, "8 tasks of one step")
+    steps: Count | None = option(None, "archived steps", shown="2; with quick=true 1; with run= all")
+    tasks: Count | None = option(None, "training tasks a step", shown="16; with quick=true 8")
+    samples: Count = option(6, "rollouts a task")
+    config: tuple[str, ...] = passed_on("options of draco train: the judge, as judge=… judge.KEY=…")
+
+
+COMMAND = Command(
+    "python scripts/bench_judge.py", "prompt tokens of judge.plan=lean against judge.plan=paper", Options, __doc__ or ""
+)
+
+
+def groups_of(config: DictConfig, given: Options) -> list[Group]:
     """Archived groups: of a run, or of the untrained policy."""
-    if "run" in given:
-        return archived_groups(Path(given["run"]), whole(given, "steps", 1 if quick else 0) or None)
-    tasks, samples = whole(given, "tasks", 8 if quick else 16, least=1), whole(given, "samples", 6, least=1)
-    steps = whole(given, "steps", 1 if quick else 2, least=1)
+    if given.run is not None:
+        return archived_groups(given.run, given.steps or (1 if given.quick else None))
+    tasks, steps = given.tasks or (8 if given.quick else 16), given.steps or (1 if given.quick else 2)
     with tempfile.TemporaryDirectory() as folder:
-        groups = sample_groups(config, tasks * steps, samples)
+        groups = sample_groups(config, tasks * steps, given.samples)
         for step in range(steps):
             share = groups[step * tasks : (step + 1) * tasks]
             write_step(Path(folder), step, [Group(g.task, g.trajectories, g.index, step) for g in share], [])
@@ -99,12 +118,12 @@ def agreement(paper: Sequence[Judgement], lean: Sequence[Judgement]) -> tuple[in
 
 def main(arguments: list[str]) -> int:
     """Judge twice, count, print a table and one line of JSON."""
-    quick = "--quick" in arguments
-    given, overrides = split([a for a in arguments if a != "--quick"], OWN)
-    config = with_judge(overrides)
+    given = COMMAND.parse(arguments)
+    with COMMAND.beside_the_configuration():
+        config = with_judge(given.config)
     import litellm
 
-    groups = groups_of(config, given, quick)
+    groups = groups_of(config, given)
     console = Console()
     found = {plan: judged(config, groups, plan) for plan in ("paper", "lean")}
     usage = {
@@ -136,4 +155,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    end(main, COMMAND)

@@ -1,139 +1,298 @@
-"""Arguments of scripts: `key=value` like everywhere in draco, `--key value` and bare words beside it. And their end."""
+"""Command lines: `draco VERB key=value …`. A command's options are one dataclass; one parser reads them all.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        run: tuple[Path, ...] = words("run folders")
+        window: Count = option(10, "training steps a window")
+
+    COMMAND = Command("draco report", "tables and figures", Options, examples=("draco report runs/NAME",))
+    COMMAND.parse(["runs/NAME", "window=5"])  # Options(run=(Path("runs/NAME"),), window=5)
+
+Importing this module loads nothing heavy.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from draco.core.errors import ConfigError, DracoError
 from draco.core.llm.money import Prices
 
-__all__ = ["number", "parse", "prices_of", "run_main", "share", "split", "whole"]
+__all__ = ["Command", "did_you_mean", "end", "exit_status", "needed", "option", "passed_on", "prices_of", "words"]
+
+O = TypeVar("O")  # noqa: E741 - the dataclass of a command's options
 
 
-def run_main(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Call a script's `main` with the command line, and end the process by what it returns: None is 0.
-
-    One of our errors is one line on stderr and exit status 2. --help prints what the script says of itself.
-    """
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print((sys.modules[main.__module__].__doc__ or "").strip())
-        sys.exit(0)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DracoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def parse(
-    arguments: Sequence[str], options: Iterable[str], prefixes: Sequence[str] = ()
-) -> tuple[list[str], dict[str, str]]:
-    """Bare words, and options by name.
+def option(default: Any, about: str, *, shown: str = "", read: Callable[[str, str], Any] | None = None) -> Any:
+    """One option.
 
     Args:
-        arguments: of the command line.
-        options: names that are known.
-        prefixes: names that may begin so are known too, such as `judge.`.
-
-    Raises:
-        ConfigError: an unknown option, or one without a value.
+        default: the value where it is not given.
+        about: what it is, for --help.
+        shown: says what the default is, where the value itself does not.
+        read: `(text, name) → value`; without it the annotation of the field decides.
     """
-    known = set(options)
-    words: list[str] = []
-    given: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("--"):
-            name, has_value, value = word[2:].partition("=")
-            if not has_value:
-                if not rest:
-                    raise ConfigError(f"--{name} needs a value")
-                value = rest.pop(0)
-        else:
-            name, has_value, value = word.partition("=")
-            # A path may hold a `=`, as step=000012 does; then its name is no word.
-            if not has_value or not name.replace(".", "").replace("_", "").isalnum() or "/" in name:
-                words.append(word)
-                continue
-        name = name.replace("-", "_")
-        if name not in known and not any(name.startswith(p) for p in prefixes):
-            raise ConfigError(f"unknown option {name}; expected {', '.join(sorted(known))}")
-        given[name] = value
-    return words, given
+    return field(default=default, metadata={"about": about, "shown": shown, "read": read})
 
 
-def split(arguments: Sequence[str], options: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """A script's own options by name, and the rest, which are options of train.py.
+def needed(about: str) -> Any:
+    """An option that must be given."""
+    return field(metadata={"about": about, "shown": "must be given"})
+
+
+def words(about: str, *, optional: bool = False) -> Any:
+    """The field that takes the arguments which are no key=value: a `tuple[Path, ...]`, or one `Path`.
+
+    The same value may be given as NAME=VALUE. With `optional` it is None where nothing is given.
+    """
+    return field(default=None, metadata={"about": about, "words": True, "optional": optional})
+
+
+def passed_on(about: str, *prefixes: str) -> Any:
+    """The field that takes `key=value` of the training configuration as they are: a `tuple[str, ...]`.
 
     Args:
-        arguments: of the command line.
-        options: the script's own.
+        about: what they are, for --help.
+        prefixes: sections such as `judge.`; without any, every key that is no option of the command.
+    """
+    return field(default=(), metadata={"about": about, "prefixes": prefixes})
+
+
+@dataclass(frozen=True)
+class Command(Generic[O]):
+    """What a command is called, takes and does.
+
+    Args:
+        name: as it is typed: `draco report`.
+        summary: one line for the list of commands.
+        options: a keyword-only dataclass whose fields are made by `option`, `needed`, `words` and `passed_on`.
+        description: more, for --help.
+        examples: complete command lines.
+    """
+
+    name: str
+    summary: str
+    options: type[O]
+    description: str = ""
+    examples: tuple[str, ...] = ()
+
+    def parse(self, arguments: Sequence[str]) -> O:
+        """The options that a command line gives.
+
+        Raises:
+            ConfigError: an unknown option, one that is missing, or a value that does not fit.
+        """
+        own, taken, rest = self._own(), self._taking("words"), self._taking("prefixes")
+        given: dict[str, Any] = {}
+        loose: list[str] = []
+        passed: list[str] = []
+        for argument in arguments:
+            name, has_value, text = argument.partition("=")
+            if has_value and name in own:
+                given[name] = _read(own[name], name, text, self._types()[name])
+            elif has_value and taken is not None and name == taken.name:
+                loose.append(text)
+            elif rest is not None and _goes_on(argument, rest.metadata["prefixes"]):
+                passed.append(argument)
+            elif has_value and "/" not in name and name.replace(".", "").replace("_", "").isalnum():
+                raise ConfigError(f"unknown option {name}; {self._existing(name)}")
+            elif taken is None or argument.startswith("-"):
+                raise ConfigError(f"{argument}: expected key=value; {self._existing(argument)}")
+            else:
+                loose.append(argument)
+        if taken is not None:
+            given[taken.name] = self._loose(taken, loose)
+        if rest is not None:
+            given[rest.name] = tuple(passed)
+        for one in fields(self.options):  # type: ignore[arg-type]
+            if one.name not in given and one.default is MISSING:
+                raise ConfigError(f"{one.name}=VALUE is missing: {one.metadata['about']}")
+        return self.options(**given)
+
+    def help(self) -> str:
+        """What --help prints."""
+        taken = self._taking("words")
+        lines = [f"{self.name}{f' {taken.name.upper()}' if taken else ''} key=value …", "", _sentence(self.summary)]
+        if self.description:
+            lines += ["", textwrap.dedent(self.description).strip()]
+        lines += ["", "Options:"]
+        for one in fields(self.options):  # type: ignore[arg-type]
+            name, about = _shown(one)
+            first, *more = textwrap.wrap(about, 96, break_on_hyphens=False)
+            lines += [f"    {name:17} {first}", *(" " * 22 + line for line in more)]
+        if self.examples:
+            lines += ["", "Examples:", *(f"    {e}" for e in self.examples)]
+        return "\n".join(lines)
+
+    @contextmanager
+    def beside_the_configuration(self) -> Iterator[None]:
+        """Compose a configuration within: a key that it does not have may be a misspelt option of this command.
+
+        Raises:
+            ConfigError: of the composition; where a key is unknown, with the options of this command.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            text = str(error)
+            if ": no such option; " not in text:
+                raise
+            key = text.split("'")[1] if "'" in text else text.split("=")[0]
+            raise ConfigError(f"{text}; {self._existing(key)}") from None
+
+    def names(self) -> dict[str, Any]:
+        """Options by name, with their types; for completion."""
+        return {name: self._types()[name] for name in self._own()}
+
+    def prefixes(self) -> tuple[str, ...] | None:
+        """Sections of the training configuration that are passed on: () is all of it, None is nothing."""
+        rest = self._taking("prefixes")
+        return None if rest is None else tuple(rest.metadata["prefixes"])
+
+    def _own(self) -> dict[str, Field[Any]]:
+        every: tuple[Field[Any], ...] = fields(self.options)  # type: ignore[arg-type]
+        return {f.name: f for f in every if not {"words", "prefixes"} & f.metadata.keys()}
+
+    def _taking(self, kind: str) -> Field[Any] | None:
+        every: tuple[Field[Any], ...] = fields(self.options)  # type: ignore[arg-type]
+        return next((f for f in every if kind in f.metadata), None)
+
+    def _types(self) -> dict[str, Any]:
+        return get_type_hints(self.options, include_extras=True)
+
+    def _existing(self, asked: str) -> str:
+        own = sorted(self._own())
+        meant = did_you_mean(asked.lstrip("-").partition("=")[0].replace("-", "_"), own)
+        return f"{meant}{'Options' if meant else 'options'} of {self.name}: {', '.join(own)}; --help explains them"
+
+    def _loose(self, taken: Field[Any], found: list[str]) -> Any:
+        if not found and taken.metadata["optional"]:
+            return None
+        if not found:
+            raise ConfigError(f"no {taken.name} is given: {self.examples[0]}")
+        if get_origin(self._types()[taken.name]) is tuple:
+            return tuple(Path(w) for w in found)
+        if len(found) > 1:
+            raise ConfigError(f"{found[1]}: {self.name} takes one {taken.name}; {self._existing(found[1])}")
+        return Path(found[0])
+
+
+def did_you_mean(asked: str, names: Iterable[str]) -> str:
+    """A question, and a space; empty where nothing looks alike."""
+    near = difflib.get_close_matches(asked, list(names), n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def _goes_on(argument: str, prefixes: Sequence[str]) -> bool:
+    """Whether an argument belongs to the configuration: KEY=VALUE, or ~KEY, which takes an entry away."""
+    name, has_value, _ = argument.partition("=")
+    name = name.lstrip("+~")
+    if argument.startswith("-") or not (has_value or argument.startswith("~")) or "/" in name.split("@")[0]:
+        return False
+    return not prefixes or any(name == p or (p.endswith(".") and name.startswith(p)) for p in prefixes)
+
+
+def _read(one: Field[Any], name: str, text: str, annotation: Any) -> Any:
+    """The value that a text stands for.
 
     Raises:
-        ConfigError: something that is no `key=value`.
+        ConfigError: it does not fit the annotation.
     """
-    known = set(options)
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    for argument in arguments:
-        name, has_value, value = argument.partition("=")
-        name = name.removeprefix("--")
-        if not has_value and not argument.startswith("~"):  # ~key takes an option of train.py away
-            raise ConfigError(f"{argument}: expected key=value; own options are {', '.join(sorted(known))}")
-        if name in known:
-            own[name] = value
-        else:
-            rest.append(argument)
-    return own, rest
+    if one.metadata.get("read"):
+        return one.metadata["read"](text, name)
+    from draco.config.options import check_option  # pydantic: not before --help or a fault is answered
 
-
-def whole(given: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
-    """A whole number from `least`, or `default` where the option is not given.
-
-    Raises:
-        ConfigError: not that; the option is named.
-    """
-    text = given.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise ConfigError(f"{name}={text}: expected a whole number from {least}")
-    return int(text)
-
-
-def number(given: Mapping[str, str], name: str, default: float) -> float:
-    """A finite number above 0, or `default` where the option is not given.
-
-    Raises:
-        ConfigError: not that; the option is named.
-    """
-    return _real(given, name, default, lambda value: math.isfinite(value) and value > 0, "above 0")
-
-
-def share(given: Mapping[str, str], name: str, default: float) -> float:
-    """A number from 0 to 1, or `default` where the option is not given.
-
-    Raises:
-        ConfigError: not that; the option is named.
-    """
-    return _real(given, name, default, lambda value: 0 <= value <= 1, "from 0 to 1")
-
-
-def _real(given: Mapping[str, str], name: str, default: float, valid: Callable[[float], bool], expected: str) -> float:
-    text = given.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not valid(value):
-        raise ConfigError(f"{name}={text}: expected a number {expected}")
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    if type(None) in parts and text == "null":
+        return None
+    if Path in parts:
+        return Path(text)
+    if any(get_origin(p) is tuple for p in parts):
+        return tuple(text.split(","))
+    value: Any = text if str in parts else _scalar(text)
+    check_option(name, value, annotation)
     return value
+
+
+def _scalar(text: str) -> bool | int | float | str:
+    """A truth value, an integer or a number where the text is one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text) if text.isascii() and "_" not in text else text
+        except ValueError:
+            continue
+    return text
+
+
+def _shown(one: Field[Any]) -> tuple[str, str]:
+    about = one.metadata["about"]
+    if "words" in one.metadata:
+        return one.name.upper(), about
+    if "prefixes" in one.metadata:
+        prefixes = one.metadata["prefixes"]
+        return ", ".join(f"{p}KEY" if p.endswith(".") else p for p in prefixes) or "KEY", about
+    default = one.metadata.get("shown")
+    if not default:
+        value = one.default
+        default = "not set" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+        default = ",".join(value) if isinstance(value, tuple) else default
+        default = f"{value:g}" if isinstance(value, float) else default
+    return one.name, f"{about} ({default if default == 'must be given' else f'default: {default}'})"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def end(main: Callable[[list[str]], int | None], command: Command[Any] | None = None) -> None:
+    """Call the `main` of a script with the command line, and end the process by what it returns.
+
+    Args:
+        main: takes the arguments; None is 0.
+        command: answers --help.
+    """
+    arguments = sys.argv[1:]
+    if command is not None and {"-h", "--help"} & set(arguments):
+        print(command.help())
+        sys.exit(0)
+    sys.exit(exit_status(lambda: main(arguments)))
+
+
+def exit_status(call: Callable[[], int | None]) -> int:
+    """Call, and return the exit status. One of our errors is one line on stderr; a fault keeps its traceback.
+
+    Returns:
+        What the call returned (None: 0); 2 a configuration or an input that cannot work; 3 a judge, a server or an
+        environment failed, or a guard stopped; 130 Ctrl-C.
+    """
+    try:
+        return call() or 0
+    except DracoError as error:
+        say(str(error))
+        return 2 if isinstance(error, ConfigError) else 3
+    except KeyboardInterrupt:
+        say("interrupted", "")
+        return 130
+
+
+def say(message: str, title: str = "error: ") -> None:
+    """One line on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text.assemble((title, "bold red"), message)
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
 def prices_of(text: object, name: str = "prices") -> Prices | None:

@@ -15,7 +15,7 @@ __all__ = ["healthy"]
 
 def healthy(proc: Path = Path("/proc"), folder: Path = Path()) -> str:
     """What is wrong, or nothing."""
-    names = ("draco-train", "train.py", "draco.cli")
+    names = ("draco", "train.py")
     running = False
     for entry in proc.iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

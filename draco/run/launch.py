@@ -66,12 +66,12 @@ def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool
     if local * nodes == 1:
         _check_gpus(config)
         return
-    script = Path(sys.argv[0]).name
+    script = "train.py" if Path(sys.argv[0]).name == "train.py" else "$(command -v draco) train"
     if nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes is {nodes}: start the job on every node with torchrun --nnodes {nodes} "
             f"--nproc-per-node {local} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 --rdzv-id NAME {script} … "
-            "(scripts/slurm/ has complete files)"
+            "(scripts/slurm/ of the repository has complete files)"
         )
     if sweeping:
         raise ConfigError(f"a sweep runs in one process and this trainer wants {local}; start one job at a time")

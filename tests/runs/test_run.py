@@ -28,7 +28,6 @@ from support.runs import QUICK, SMALL, rows_of, same, shell, start, train
 
 from callbacks.credit.step import StepLevelCredit
 from callbacks.evaluation import Evaluations
-from draco.cli import _job
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.files import publish
 from draco.core.signals import Interrupted
@@ -40,6 +39,7 @@ from draco.run import archive as draco_archive
 from draco.run.archive import read_table, step_folders
 from draco.run.checkpoint import checkpoints
 from draco.run.train import _train
+from draco.study.verbs.train import _job
 
 EXAMPLES = ROOT / "examples" / "conf"
 

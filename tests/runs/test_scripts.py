@@ -1,4 +1,4 @@
-"""The scripts that users call."""
+"""`draco evaluate` on a real run, and the ablation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import ablation
-import evaluate
+from draco.study.verbs import evaluate
 import pytest
 from support import ROOT
 from support.runs import QUICK, train
@@ -49,7 +49,8 @@ def test_evaluating_the_base_is_the_evaluation_before_training(run: Path) -> Non
     [
         ([], "run=FOLDER is missing"),
         (["run=/nowhere"], "no run there"),
-        (["run=x", "sampels=3"], "unknown option sampels; expected api_base"),
+        (["run=x", "sampels=3"], r"^unknown option sampels; options of draco evaluate: api_base"),
+        (["run=x", "tesks=3"], r"^unknown option tesks; did you mean tasks\?"),
     ],
 )
 def test_evaluate_names_bad_input(arguments: list[str], message: str) -> None:
@@ -58,7 +59,7 @@ def test_evaluate_names_bad_input(arguments: list[str], message: str) -> None:
 
 
 def test_evaluate_takes_whole_numbers(run: Path) -> None:
-    for argument in ("n=abc", "n=1.5", "tasks=-1"):
+    for argument in ("n=abc", "n=1.5", "tasks=-1", "n=0"):
         with pytest.raises(ConfigError, match="expected an integer ≥ 1"):
             evaluate.main([f"run={run}", argument])
 
@@ -70,10 +71,11 @@ def test_evaluate_lists_the_checkpoints_that_exist(run: Path) -> None:
 
 def test_a_bad_option_is_one_line_in_the_shell() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "evaluate.py"), "run=/nowhere"],
+        [sys.executable, "-c", "from draco.cli import main; main()", "evaluate", "run=/nowhere"],
         capture_output=True,
         text=True,
         check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 2
     assert done.stderr == "error: run=/nowhere: no run there (config.yaml not found)\n"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import pytest
 from support import ROOT
 from support.tau_models import AGENT_TOKENS, USER_TOKENS, tau_server
 
 from draco.core.errors import EnvironmentFault
+from draco.study.verbs import evaluate
 
 TAU2 = ROOT / ".venv-tau2" / "bin" / "tau2"
 

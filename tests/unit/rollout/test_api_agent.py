@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import evaluate
 import pytest
 from support.echo import EchoEnvironment, EchoEpisode, EchoEvaluator
 from support.factory import rollout_of
@@ -25,6 +24,7 @@ from draco.policy.chat import ChatFormat
 from draco.rollout.engines.api import ApiEngine, TextRollout
 from draco.rollout.loop import Limits
 from draco.study.episodes import EpisodeFile
+from draco.study.verbs import evaluate
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +238,7 @@ def test_one_agent_plays_several_splits(model_server: ModelServer) -> None:
 
 
 def script(model_server: ModelServer, out: Path, *more: str) -> dict[str, Any]:
-    """Result of scripts/evaluate.py on the embedded environment."""
+    """Result of `draco evaluate` on the embedded environment."""
     base = f"api_base={model_server.base}"
     fixed = ["policy=litellm", "model=openai/gpt-4o-mini", "env=desk", "split=dev", f"out={out}", base]
     evaluate.main([*fixed, *more])

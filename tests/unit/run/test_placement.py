@@ -156,7 +156,7 @@ def test_the_health_check_looks_for_the_job_and_the_disk(tmp_path: Path) -> None
     (proc / "17").mkdir(parents=True)
     (proc / "17" / "cmdline").write_bytes(b"/bin/sh\0-c\0sleep")
     assert healthcheck.healthy(proc, tmp_path) == "no draco process is running"
-    (proc / "17" / "cmdline").write_bytes(b"/opt/draco/bin/python\0/opt/draco/bin/draco-train\0steps=1")
+    (proc / "17" / "cmdline").write_bytes(b"/opt/draco/bin/python\0/opt/draco/bin/draco\0train\0steps=1")
     assert healthcheck.healthy(proc, tmp_path) == ""
     assert "takes no files" in healthcheck.healthy(proc, tmp_path / "none")
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import author_static_rubric
 import bench_judge
-import judge_redteam
 import pytest
 from support.factory import CRITERIA, criterion, group, judged, verdicts
 from support.fake_judge import FakeJudge, client
@@ -19,7 +17,9 @@ from callbacks.rubric.static import load_criteria
 from draco.core.errors import ConfigError, JudgeReplyError
 from draco.core.types import Criterion, Judgement
 from draco.judge.pipeline import JudgePipeline
+from draco.study import base_rollouts
 from draco.study.authoring import prune, rate, reduce_to_one
+from draco.study.verbs import author, redteam
 
 TITLES = """Protects secret values · Stops after completion · Fetches complete data · Completes task properly · Computes
 from live data · Handles time correctly · Processes items completely · Targets exact items · Applies correct selection
@@ -65,7 +65,7 @@ def test_reduce_goes_in_rounds() -> None:
 def test_authoring_on_desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "set.yaml"
     arguments = [f"out={out}", "tasks=3", "samples=4", "discriminative=0"]
-    assert author_static_rubric.main(arguments) == 0
+    author.main(arguments)
     found = load_criteria(str(out))
     desk = {c.title: c for c in load_criteria("desk")}
     assert found
@@ -73,9 +73,9 @@ def test_authoring_on_desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rates = [float(line.split("|")[2].strip(" %")) for line in out.with_suffix(".md").read_text().splitlines()[2:]]
     assert rates == sorted(rates, reverse=True)
     with pytest.raises(ConfigError, match="exists"):
-        author_static_rubric.main(arguments)
-    with pytest.raises(ConfigError, match="out=FILE"):
-        author_static_rubric.main(["tasks=3"])
+        author.main(arguments)
+    with pytest.raises(ConfigError, match=r"^out=VALUE is missing: YAML file"):
+        author.main(["tasks=3"])
     assert "criteria by failure rate" in capsys.readouterr().out
 
 
@@ -83,9 +83,10 @@ def test_authoring_on_desk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_authoring_refuses_a_bad_number_before_anything_is_sampled(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(author_static_rubric, "sample_groups", lambda *a: pytest.fail("rollouts were sampled"))
-    with pytest.raises(ConfigError, match=f"^{option}: expected a"):
-        author_static_rubric.main([f"out={tmp_path / 'set.yaml'}", option])
+    monkeypatch.setattr(base_rollouts, "sample_groups", lambda *a: pytest.fail("rollouts were sampled"))
+    name, value = option.split("=")
+    with pytest.raises(ConfigError, match=f"^{name} is '?{value}'?; expected a"):
+        author.main([f"out={tmp_path / 'set.yaml'}", option])
 
 
 @pytest.mark.parametrize(
@@ -99,14 +100,15 @@ def test_authoring_refuses_a_bad_number_before_anything_is_sampled(
         ("judge=litellm", "^judge.model is missing"),
     ],
 )
-@pytest.mark.parametrize("script", [author_static_rubric, bench_judge, judge_redteam])
+@pytest.mark.parametrize("script", [author, bench_judge, redteam])
 def test_what_is_no_option_is_named_with_the_choices(script: ModuleType, argument: str, message: str) -> None:
+    needed = ["out=/nowhere/set.yaml"] if script is author else []
     with pytest.raises(ConfigError, match=message):
-        script.main([argument])
+        script.main([*needed, argument])
 
 
 def test_bench_ends_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_judge.main(["--quick", "tasks=3", "samples=4"]) == 0
+    assert bench_judge.main(["quick=true", "tasks=3", "samples=4"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["uncached_token_ratio"] <= 0.5
     assert last["agreement"] >= 0.98
@@ -115,7 +117,7 @@ def test_bench_ends_with_its_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.judge
 def test_redteam_counts_flips(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert judge_redteam.main(["attacks=4", "judge.plan=lean"]) == 0
+    assert redteam.main(["attacks=4", "judge.plan=lean"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == {"attacks": 4, "won": 0, "failed": 0, "flip_rate": 0.0, "control_flip_rate": 0.0}
     # a judge that believes what it reads
@@ -131,6 +133,6 @@ def test_redteam_counts_flips(capsys: pytest.CaptureFixture[str], monkeypatch: p
         return answer
 
     monkeypatch.setattr(handler, "reply", gullible)
-    assert judge_redteam.main(["attacks=4"]) == 1
+    assert redteam.main(["attacks=4"]) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (last["won"], last["flip_rate"]) == (1, round(2 / 12, 4))  # demand-en says evaluator

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import plan as plan_script
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from draco.cli import run
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices, Usage, price_of
 from draco.judge.client import prices_of
@@ -42,6 +42,7 @@ from draco.study.planner.judge import (
 )  # fmt: skip
 from draco.study.planner.memory import update_memory
 from draco.study.planner.model import build, layer_shards, model_config, size_of_model
+from draco.study.verbs import plan as plan_script
 from draco.update.logprobs import step_logprobs
 
 
@@ -260,7 +261,7 @@ def test_the_means_of_one_archive_predict_the_bill_of_another(tmp_path: Path) ->
 
 def test_the_script_prints_one_object_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["policy=tiny", "gpus=8", "gpu=h100-80gb", "trainer=fsdp_8gpu"]
-    assert plan_script.main([*options, "--json"]) == 0
+    assert plan_script.main([*options, "json=true"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed["layouts"]) == {"colocated", "split"}
     assert all(layout["fits"] and not layout["advice"] for layout in printed["layouts"].values())
@@ -276,7 +277,7 @@ def test_the_script_prints_one_object_and_a_verdict(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("experiment", ["appworld_qwen36_27b", "appworld_qwen25_32b"])
 def test_the_paper_s_runs_fit_and_what_to_type_composes(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_script.main([f"experiment={experiment}", "gpus=8", "gpu=h100-80gb", "--json"]) == 0
+    assert plan_script.main([f"experiment={experiment}", "gpus=8", "gpu=h100-80gb", "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["judge"]["step"]["calls"] == 320
     for name, layout in plan["layouts"].items():
@@ -295,17 +296,18 @@ def test_the_paper_s_runs_fit_and_what_to_type_composes(experiment: str, capsys:
 
 
 def test_what_does_not_fit_is_told_which_knob_to_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ["policy=qwen25_32b", "gpus=8", "gpu=a100-40gb", "trainer=ddp", "--json"]
+    options = ["policy=qwen25_32b", "gpus=8", "gpu=a100-40gb", "trainer=ddp", "json=true"]
     assert plan_script.main(options) == 1
     found = json.loads(capsys.readouterr().out)["layouts"]["colocated"]
     assert not found["fits"]
     assert found["advice"][0].startswith("trainer=fsdp")
-    assert plan_script.main(["gpu=abacus"]) == 2
-    assert "expected one of a100-40gb" in capsys.readouterr().err
-    assert plan_script.main(["policy=hf", "policy.path=no/such"]) == 2
-    assert "its shape is not shipped" in capsys.readouterr().err
-    assert plan_script.main(["policy=tiny", f"judge_from={tmp_path}"]) == 2
-    assert "no judge_calls.parquet" in capsys.readouterr().err
+    for wrong, said in (
+        (["gpu=abacus"], "expected one of a100-40gb"),
+        (["policy=hf", "policy.path=no/such"], "its shape is not shipped"),
+        (["policy=tiny", f"judge_from={tmp_path}"], "no judge_calls.parquet"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            plan_script.main(wrong)
     with pytest.raises(ConfigError):
         model_config("no/such")
 
@@ -320,7 +322,7 @@ def test_several_nodes_are_planned_node_by_node(
 ) -> None:
     """No host has a GPU 8: what to type names the GPUs of one node; shards go over all."""
     experiment = "experiment=appworld_qwen36_27b"
-    assert plan_script.main([experiment, *options, "--json"]) == 0
+    assert plan_script.main([experiment, *options, "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["experiment"]["gpus"], plan["experiment"]["nodes"]) == (gpus, nodes)
     assert any("ignore the network between nodes" in note for note in plan["notes"]) == (nodes > 1)
@@ -341,7 +343,7 @@ def test_several_nodes_are_planned_node_by_node(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("mfu=fast", "mfu=fast: expected a number"),
+        ("mfu=fast", "mfu is 'fast'; expected an integer or a number"),
         ("gpus=0", "gpus is 0; expected an integer ≥ 1"),
         ("gpus=2.5", "gpus is 2.5; expected an integer ≥ 1"),
         ("gpus=12", "gpus=12: expected at most gpus_per_node=8"),
@@ -357,14 +359,14 @@ def test_several_nodes_are_planned_node_by_node(
         ("judge_concurrency=1.5", "judge_concurrency is 1.5; expected an integer ≥ 1"),
         ("limits.max_response_tokens=-3", "limits.max_response_tokens is -3; expected an integer ≥ 1"),
         ("foo=1", "'foo': no such option; Valid choices: advantage"),
-        ("foo=1", "assumptions of this script: gpus, gpus_per_node, gpu, judge_from, mfu"),
+        ("foo=1", "options of draco plan: decode_efficiency, environment_s, gpu, gpus"),
         ("mfuu=1", "did you mean mfu?"),
         ("+foo=1", "+foo=1 adds an option that nothing reads"),
         ("experiment=nope", "in 'experiment': appworld_qwen25_32b appworld_qwen36_27b"),
     ],
 )
 def test_what_cannot_be_is_one_line(wrong: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_script.main([wrong]) == 2
+    assert run(["plan", wrong]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert said in err
@@ -375,7 +377,9 @@ def test_what_cannot_be_is_one_line(wrong: str, said: str, capsys: pytest.Captur
 
 def test_help_lists_options_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--help", "-h"):
-        assert plan_script.main(["policy=tiny", flag]) == 0
+        assert run(["plan", "policy=tiny", flag]) == 0
         said = capsys.readouterr().out
-        assert all(f"    {name}" in said for name in ("gpus ", "gpus_per_node ", "judge_from ", "mfu=0.35", "turns=17"))
+        assert all(f"    {name} " in said for name in ("gpus", "gpus_per_node", "judge_from", "mfu", "turns"))
+        assert "share of peak flops in the update (default: 0.35)" in said
+        assert "(default: 17)" in said
         assert "SECTION.OPTION=VALUE" in said

@@ -11,22 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import calibrate_judge
-import judge_trajectories
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import replay as replay_script
-import replay_judge
-import report
-import rescore
 from rich.console import Console
 from support.factory import call, rewarded
 from support.hash_judge import judge_server
 from support.small_run import score_reply, write_run
 
 from callbacks.credit.step import StepLevelCredit
-from draco.config.arguments import parse
 from draco.core.errors import ConfigError, JudgeCallError
 from draco.judge.replies import ReplyFault
 from draco.judge.requests import JudgeRequest
@@ -44,6 +37,9 @@ from draco.study.judgements import read_groups
 from draco.study.matching import check_pairs, criteria_overlap, load_matches, match_criteria
 from draco.study.outside import judge_by_labels, read_groups_of
 from draco.study.runs import open_run
+from draco.study.verbs import calibrate, replay, report, rescore
+from draco.study.verbs import judge as judge_verb
+from draco.study.verbs.replay_judge import show as show_replay
 
 
 @pytest.fixture
@@ -51,11 +47,11 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
 
 
-# -- scripts/replay.py ---------------------------------------------------------------------------------------------
+# -- draco replay ---------------------------------------------------------------------------------------------
 
 
 def test_an_untouched_archive_replays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert replay_script.main([str(run)]) == 0
+    assert replay.main([str(run)]) == 0
     assert "2 steps, 2 groups, 5 trajectories: every reward and credit is equal to the bit" in capsys.readouterr().out
 
 
@@ -68,7 +64,7 @@ def test_one_bit_off_is_found(run: Path, column: str, capsys: pytest.CaptureFixt
     flip = {str: lambda v: "uncited", float: lambda v: v + 1e-15, list: lambda v: [v[0] + 1e-15, *v[1:]]}[type(old)]
     rows[0][column] = flip(old)
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
-    assert replay_script.main([str(run)]) == 1
+    assert replay.main([str(run)]) == 1
     assert f"step 0, group 0, sample 0: {column} is" in capsys.readouterr().out
 
 
@@ -78,7 +74,7 @@ def test_a_changed_verdict_is_found(run: Path) -> None:
     rows = table.to_pylist()
     rows[0]["score"] = -1
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
-    assert replay_script.main([str(run)]) == 1
+    assert replay.main([str(run)]) == 1
 
 
 @pytest.mark.parametrize(("rubric", "status"), [("dynamic", 1), ("outcome", 0)])
@@ -89,12 +85,12 @@ def test_groups_without_criteria(tmp_path: Path, rubric: str, status: int, capsy
     group = replace(group, trajectories=group.trajectories[:2], step=2)
     credit = StepLevelCredit().assign_one(rewarded(group, (1.0, 0.0)))
     write_step(run, 2, [group], [credit])
-    assert replay_script.main([str(run)]) == status
+    assert replay.main([str(run)]) == status
     given = "2 rewards are the environment's and were taken as given"
     assert (given in capsys.readouterr().out) == (rubric == "outcome")
 
 
-# -- scripts/replay_judge.py ---------------------------------------------------------------------------------------
+# -- draco replay judge=… ---------------------------------------------------------------------------------------
 
 
 class OtherJudge:
@@ -239,7 +235,7 @@ def test_the_steps_that_another_judge_cites_are_compared() -> None:
     assert (found["all"]["cited_recall"], found["all"]["cited_precision"]) == (2 / 3, 2 / 3)
     assert (found["all"]["pairs"], found["windows"][0]["calls"]) == (0, 2)
     printed = Console(file=io.StringIO(), width=200)
-    replay_judge.show(found | {"matcher": None}, printed)
+    show_replay(found | {"matcher": None}, printed)
     assert "cited steps recall" in printed.file.getvalue()  # type: ignore[attr-defined]
     assert "0.667" in printed.file.getvalue()  # type: ignore[attr-defined]
     assert "verdicts" not in printed.file.getvalue()  # type: ignore[attr-defined]
@@ -289,9 +285,13 @@ def test_what_a_matcher_failed_on_is_in_no_rate(tmp_path: Path) -> None:
     assert (found["model_recall"], found["model_precision"]) == (1 / 2, 1 / 2)  # k1: 1 of 2 and 1; k3: 0 of 0 and 1
 
 
-def test_replay_needs_one_run(run: Path) -> None:
-    with pytest.raises(ConfigError, match="one run folder"):
-        replay_judge.main([])
+def test_replay_takes_one_run_with_a_judge_and_options_of_a_judge_only_then(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^no run is given: draco replay runs/NAME$"):
+        replay.main([])
+    with pytest.raises(ConfigError, match="2 run folders are given; expected one run folder"):
+        replay.main([str(run), str(run), "judge=litellm", "judge.model=m"])
+    with pytest.raises(ConfigError, match="without judge= nothing is sent"):
+        replay.main([str(run), "max_usd=3"])
 
 
 # -- the human audit -----------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_the_sheet_is_blind_and_comes_back(run: Path, capsys: pytest.CaptureFixt
     assert (result.agreement.pairs, result.unrated) == (3, 8)
     assert result.agreement.agreement == pytest.approx(2 / 3)
     assert result.agreement.false_pass == 0.5
-    calibrate_judge.main([str(run)])
+    calibrate.main([str(run)])
     assert "3 verdicts rated, 8 left blank" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds ratings"):
         write_sheet(run, 5)
@@ -461,7 +461,7 @@ def test_lines_end_at_line_feeds_alone_and_encodings_are_told_apart(tmp_path: Pa
 def test_an_end_that_the_log_does_not_state_is_a_gap_in_f3(tmp_path: Path) -> None:
     rows = [labelled(0, s, {"2": 1 - 2 * s}, 1 - 2 * s) for s in range(2)]
     out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
-    judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+    judge_verb.main([f"input={file}", "judge=labels", f"out={out}"])
     assert read_table(out, "trajectories")["termination"].to_pylist() == ["unknown"] * 2
     assert read_groups(out, 0)[0].trajectories[0].termination == "unknown"
 
@@ -470,7 +470,7 @@ def test_an_end_that_the_log_does_not_state_is_a_gap_in_f3(tmp_path: Path) -> No
 
     assert (f3().panels[0].series, f3().panels[0].gap) == ((), "its log does not say how trajectories ended")
     rows[0]["termination_reason"] = "agent_stop"
-    judge_trajectories.main([f"input={write(file, rows)}", "judge=labels", f"out={out}", "overwrite=true"])
+    judge_verb.main([f"input={write(file, rows)}", "judge=labels", f"out={out}", "overwrite=true"])
     assert [(s.label, s.y) for s in f3().panels[0].series] == [("submitted", (1.0,))]
     assert "1 rollouts whose log does not say" in f3().note
 
@@ -479,22 +479,22 @@ def test_wrong_options_are_one_line_before_anything_is_made(tmp_path: Path, run:
     rows = [{"task_id": "a", "messages": chat("x")}] * 2
     file, out = write(tmp_path / "f.jsonl", rows), tmp_path / "o"
     with pytest.raises(ConfigError, match="no step_labels, final_label or reward"):
-        judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+        judge_verb.main([f"input={file}", "judge=labels", f"out={out}"])
     with pytest.raises(ConfigError, match=r"judge\.model is missing"):
-        judge_trajectories.main([f"input={file}", "judge=litellm", f"out={out}"])
+        judge_verb.main([f"input={file}", "judge=litellm", f"out={out}"])
     write(file, [labelled(0, s, {"2": 1}, 1) for s in range(2)])
     for batch in ("0", "x"):
-        with pytest.raises(ConfigError, match=f"batch={batch}: expected a whole number from 1"):
-            judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}", f"batch={batch}"])
+        with pytest.raises(ConfigError, match=f"batch is '?{batch}'?; expected an integer ≥ 1"):
+            judge_verb.main([f"input={file}", "judge=labels", f"out={out}", f"batch={batch}"])
     assert not out.exists()
     with pytest.raises(ConfigError, match="choose another out=, or overwrite=true"):
-        judge_trajectories.main([f"input={file}", "judge=labels", f"out={run}"])
+        judge_verb.main([f"input={file}", "judge=labels", f"out={run}"])
     for every in ("0", "x"):
-        for script in (rescore, replay_judge):
-            with pytest.raises(ConfigError, match=f"every={every}: expected a whole number from 1"):
-                script.main([str(run), f"every={every}"])
+        for verb in (rescore, replay):
+            with pytest.raises(ConfigError, match=f"every is '?{every}'?; expected an integer ≥ 1"):
+                verb.main([str(run), f"every={every}"])
     for text in ("x", "0", "nan"):
-        with pytest.raises(ConfigError, match=f"max_mb={text}: expected a number above 0"):
+        with pytest.raises(ConfigError, match=f"max_mb is '?{text}'?; expected a number > 0"):
             report.main([str(run), f"max_mb={text}"])
     assert not (run / "tables").exists()
 
@@ -541,16 +541,16 @@ def test_a_labelled_file_becomes_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     rows = [labelled(t, s, {"2": 1, "4": -1 if s else 1, "6": 1}, -1 if s else 1) for t in range(3) for s in range(2)]
     out = tmp_path / "out"
     file = write(tmp_path / "f.jsonl", rows)
-    judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}", "batch=2"])
+    judge_verb.main([f"input={file}", "judge=labels", f"out={out}", "batch=2"])
     assert "6 trajectories in 3 groups; 6 judged, 0 not" in capsys.readouterr().out
     assert read_table(out, "credits").num_rows == 6
     loser = next(r for r in read_table(out, "credits", [0]).to_pylist() if r["sample"] == 1)
     # The loser's only surviving citation is the failed step 2: Q = 0 there, so that every weight is 1.
     assert (loser["reward"], loser["reason"]) == (-1.0, "unanimous")
-    assert replay_script.main([str(out)]) == 0
+    assert replay.main([str(out)]) == 0
     assert (out / "report.html").stat().st_size > 10_000
     with pytest.raises(ConfigError, match="exists and is not empty"):
-        judge_trajectories.main([f"input={file}", "judge=labels", f"out={out}"])
+        judge_verb.main([f"input={file}", "judge=labels", f"out={out}"])
 
 
 def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -559,27 +559,27 @@ def test_a_judge_behind_http_judges_a_log_and_is_replayed(tmp_path: Path, capsys
     file = write(tmp_path / "f.jsonl", rows)
     with judge_server() as address:
         judge = ["judge.model=hosted_vllm/one", f"judge.api_base={address}", "judge.concurrency=2"]
-        judge_trajectories.main([f"input={file}", "judge=litellm", *judge, f"out={out}", "caveats=The index is old."])
+        judge_verb.main([f"input={file}", "judge=litellm", *judge, f"out={out}", "caveats=The index is old."])
         assert "6 trajectories in 2 groups; 6 judged, 0 not" in capsys.readouterr().out
-        assert replay_script.main([str(out)]) == 0
+        assert replay.main([str(out)]) == 0
         calls = read_calls(out)
         assert "The index is old." in calls[0]["messages"][0][1]
         assert {c["phase"] for c in calls} >= {"propose_task", "propose_rollout", "merge", "score"}
         # The same judge again, to the letter: it agrees with itself.
-        replay_judge.main([str(out), "--judge", "litellm", *judge])
+        replay.main([str(out), "judge=litellm", *judge])
         (summary,) = out.glob("judge_replay/*/summary.json")
         content = json.loads(summary.read_text(encoding="utf-8"))
         assert (content["all"]["model_recall"], content["matcher"]) == (None, None)
         capsys.readouterr()
-        replay_judge.main([str(out), "--judge", "litellm", *judge, "phases=attribute"])
+        replay.main([str(out), "judge=litellm", *judge, "phases=attribute"])
         assert "cited steps" in capsys.readouterr().out
         content = json.loads(summary.read_text(encoding="utf-8"))
         assert (content["all"]["cited_recall"], content["all"]["cited_precision"]) == (1.0, 1.0)
         # A model says which criteria are the same: one pair a merge, of two criteria on either side.
         matcher = [a.replace("judge.", "matcher.") for a in judge]
-        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        replay.main([str(out), "judge=litellm", *judge, "matcher=litellm", *matcher])
         assert "matcher: asked 2, kept 0, failed 0" in capsys.readouterr().out
-        replay_judge.main([str(out), "--judge", "litellm", *judge, "matcher=litellm", *matcher])
+        replay.main([str(out), "judge=litellm", *judge, "matcher=litellm", *matcher])
         assert "matcher: asked 0, kept 2, failed 0" in capsys.readouterr().out
     content = json.loads(summary.read_text(encoding="utf-8"))
     assert (content["all"]["model_recall"], content["all"]["model_precision"]) == (0.5, 0.5)
@@ -593,7 +593,7 @@ def test_tasks_that_ran_once_are_no_fault_of_the_judge(tmp_path: Path, capsys: p
     out, file = tmp_path / "out", write(tmp_path / "f.jsonl", rows)
     with judge_server() as address:
         judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
-        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        judge_verb.main([f"input={file}", *judge, f"out={out}"])
         printed = capsys.readouterr().out
         assert "5 trajectories in 4 groups; 2 judged, 3 not" in printed
         assert "3 tasks have one trajectory" in printed
@@ -601,9 +601,7 @@ def test_tasks_that_ran_once_are_no_fault_of_the_judge(tmp_path: Path, capsys: p
         reasons = [r["reason"] for r in read_table(out, "failures").to_pylist()]
         assert reasons == ["1 member(s) left, a group needs 2"] * 3
         with pytest.raises(ConfigError, match=r"no task has two usable trajectories \(2 in 2 tasks\)"):
-            judge_trajectories.main(
-                [f"input={write(tmp_path / 'g.jsonl', rows[2:4])}", *judge, f"out={tmp_path / 'n'}"]
-            )
+            judge_verb.main([f"input={write(tmp_path / 'g.jsonl', rows[2:4])}", *judge, f"out={tmp_path / 'n'}"])
     assert not (tmp_path / "n").exists()
 
 
@@ -615,10 +613,10 @@ def test_rollouts_are_scored_again_on_a_fixed_set(tmp_path: Path, capsys: pytest
     fixed.write_text("criteria:\n" + "\n".join(entries) + "\n", encoding="utf-8")
     with judge_server() as address:
         judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
-        judge_trajectories.main([f"input={file}", *judge, f"out={out}", "batch=1"])
-        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        judge_verb.main([f"input={file}", *judge, f"out={out}", "batch=1"])
+        rescore.main([str(out), "rubric=static", f"criteria={fixed}", *judge])
         assert "rescored/fixed: 6 calls" in capsys.readouterr().out
-        rescore.main([str(out), "--rubric", "static", f"criteria={fixed}", *judge])
+        rescore.main([str(out), "rubric=static", f"criteria={fixed}", *judge])
         assert "rescored/fixed: 0 calls" in capsys.readouterr().out  # finished steps are kept
     verdicts = read_table(out / "rescored" / "fixed", "verdicts").to_pylist()
     assert len(verdicts) == 6 * 3
@@ -636,7 +634,7 @@ def test_scores_of_other_criteria_or_of_another_judge_are_not_taken_for_finished
     fixed.write_text("criteria:\n" + entry % "good", encoding="utf-8")
     with judge_server() as address:
         judge = ["judge=litellm", "judge.model=hosted_vllm/one", f"judge.api_base={address}"]
-        judge_trajectories.main([f"input={file}", *judge, f"out={out}"])
+        judge_verb.main([f"input={file}", *judge, f"out={out}"])
         again = [str(out), f"criteria={fixed}", *judge]
         rescore.main(again)
         rescore.main([*again, "judge.concurrency=1"])  # how calls are carried changes no score
@@ -661,17 +659,5 @@ def test_scores_of_other_criteria_or_of_another_judge_are_not_taken_for_finished
 def test_the_scripted_judge_is_refused_for_foreign_logs(tmp_path: Path) -> None:
     file = write(tmp_path / "f.jsonl", [{"task_id": "a", "messages": chat("x")}] * 2)
     with pytest.raises(ConfigError, match="judge=litellm"):
-        judge_trajectories.main([f"input={file}", f"out={tmp_path / 'o'}"])
+        judge_verb.main([f"input={file}", f"out={tmp_path / 'o'}"])
     assert not (tmp_path / "o").exists()
-
-
-def test_arguments() -> None:
-    words, given = parse(
-        ["runs/step=1", "a=1", "--judge", "x", "--max-usd=2", "judge.model=m/n"], {"a", "judge", "max_usd"}, ("judge.",)
-    )
-    assert words == ["runs/step=1"]
-    assert given == {"a": "1", "judge": "x", "max_usd": "2", "judge.model": "m/n"}
-    with pytest.raises(ConfigError, match="unknown option b"):
-        parse(["b=1"], {"a"})
-    with pytest.raises(ConfigError, match="needs a value"):
-        parse(["--a"], {"a"})

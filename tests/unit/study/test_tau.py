@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from draco.core.llm.money import Prices
 from draco.study.runs import open_run
 from draco.study.tables import all_tables
 from draco.study.tau import TauOptions, parse_results, run_tau2, tau2_command
+from draco.study.verbs import evaluate
 
 
 def simulation(task: str, trial: int, reward: float | None, end: str = "user_stop", turns: int = 2) -> dict[str, Any]:

@@ -1,36 +1,50 @@
-"""Where blame went in a run on `desk`, whose evaluator knows the step that caused each failure.
-
-    python scripts/attribution.py runs/ablation/dynamic-step-s0 [runs/…]
-
-Over rollouts that failed and got a negative advantage, by window of training steps:
-
-    cited        the judge's failing verdicts cite the causal step (one of them, where there are several)
-    step share   of the blame A·N that the run's credit put on the causal steps, Σ n_j·a_j / (A·N) over them
-    uniform      the share that uniform credit would have put there, Σ n_j / N
-    no credit    rollouts to which step credit gave no distinction (`unanimous`, or a fallback)
-
-Read after the fact, for the eyes only: nothing that trains can see a causal step.
-"""
+"""`draco attribution`: where blame went in a run on `desk`, whose evaluator knows the step that caused each failure."""
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from rich.console import Console
-from rich.table import Table
+from draco.config.arguments import Command, option, words
+from draco.config.options import Count
 
-from draco.env.desk.evaluator import DeskEvaluator
-from draco.env.desk.scenarios import gold_task
-from draco.run.archive import read_table
+__all__ = ["COMMAND", "main"]
 
-WINDOWS = 4
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The runs."""
+
+    run: tuple[Path, ...] = words("run folders")
+    windows: Count = option(4, "windows of training steps")
+
+
+COMMAND = Command(
+    "draco attribution",
+    "where blame went in runs on desk, whose evaluator knows the causal steps",
+    Options,
+    """
+    Over rollouts that failed and got a negative advantage, by window of training steps:
+
+        cited        the judge's failing verdicts cite the causal step (one of them, where there are several)
+        step share   of the blame A·N that the run's credit put on the causal steps, Σ n_j·a_j / (A·N) over them
+        uniform      the share that uniform credit would have put there, Σ n_j / N
+        no credit    rollouts to which step credit gave no distinction (`unanimous`, or a fallback)
+
+    Read after the fact, for the eyes only: nothing that trains can see a causal step.
+    """,
+    ("draco attribution runs/NAME", "draco attribution runs/ablation/dynamic-step-s0 runs/ablation/static-step-s0"),
+)
 
 
 def rows(run: Path) -> list[tuple[int, bool, float, float, bool]]:
     """(training step, causal step cited, its share of the blame, its share of the tokens, no distinction)."""
+    from draco.env.desk.evaluator import DeskEvaluator
+    from draco.env.desk.scenarios import gold_task
+    from draco.run.archive import read_table
+
     cited: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for v in read_table(run, "verdicts").select(["step", "group", "sample", "score", "cited_steps"]).to_pylist():
         if v["score"] == -1:
@@ -56,30 +70,26 @@ def rows(run: Path) -> list[tuple[int, bool, float, float, bool]]:
     return found
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     """Print one table a run."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if arguments else 2
+    given = COMMAND.parse(arguments)
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
-    for name in arguments:
-        found = rows(Path(name))
+    for run in given.run:
+        found = rows(run)
         if not found:
-            console.print(f"{name}: no failed rollout with a negative advantage")
+            console.print(f"{run}: no failed rollout with a negative advantage")
             continue
         last = max(step for step, *_ in found) + 1
-        table = Table(title=name, title_justify="left")
+        table = Table(title=str(run), title_justify="left")
         for column in ("steps", "rollouts", "cited", "step share", "uniform", "no credit"):
             table.add_column(column, justify="right")
-        for w in range(WINDOWS):
-            low, high = last * w // WINDOWS, last * (w + 1) // WINDOWS
+        for w in range(given.windows):
+            low, high = last * w // given.windows, last * (w + 1) // given.windows
             part = [r for r in found if low <= r[0] < high]
             if part:
                 shares = (f"{mean(r[i] for r in part):.1%}" for i in (1, 2, 3, 4))
                 table.add_row(f"{low}-{high - 1}", str(len(part)), *shares)
         console.print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

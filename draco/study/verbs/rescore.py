@@ -1,62 +1,80 @@
-"""Score a run's rollouts again on a fixed set of criteria (the dotted line of figure F4). Nothing is trained.
-
-    python scripts/rescore.py runs/NAME --rubric static
-
-Writes `rescored/SET/archive/step=…` into the run folder, a step at a time; finished steps are kept, so that it can be
-interrupted. `rescored/SET/made_of.json` says by which criteria and judge; others are refused there. Options (key=value
-or --key value):
-    rubric      static (the only kind that is fixed)
-    criteria    a packaged set or a YAML file (default: the packaged set named after the environment)
-    every       score every so many steps (default 1)
-    judge, judge.KEY   another judge than the run's own
-"""
+"""`draco rescore`: a run's rollouts on a fixed set of criteria. Nothing is trained."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-
-from callbacks.credit.uniform import UniformCredit
-from callbacks.rubric.static import StaticRubric
-from draco.config.arguments import parse, run_main, whole
-from draco.config.compose import instantiate, judge_config
+from draco.config.arguments import Command, option, passed_on, words
+from draco.config.options import Count
 from draco.core.errors import ConfigError
-from draco.core.files import write_json
-from draco.core.types import Criterion
-from draco.judge.stage import read_secret
-from draco.run.archive import step_folder, write_step
-from draco.run.folder import RESUMABLE, redacted
-from draco.stages import RunContext
-from draco.study.judgements import read_groups
-from draco.study.runs import open_run
 
-#: judge options that only carry the calls: no score depends on them
-_CARRIAGE = {n.removeprefix("judge.") for n in RESUMABLE} | {"cache", "backoff_s", "deadline_s", "group_deadline_s"}
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from draco.core.types import Criterion
+
+__all__ = ["COMMAND", "main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """By what the rollouts are scored."""
+
+    run: tuple[Path, ...] = words("run folders")
+    rubric: Literal["static"] = option("static", "the only kind that is the same for every step")
+    criteria: str | None = option(None, "a packaged set or a YAML file", shown="the set named after the environment")
+    every: Count = option(1, "score every so many steps")
+    judge: str | None = option(None, "another judge", shown="the run's own")
+    passed: tuple[str, ...] = passed_on("options of the judge", "judge.")
+
+
+COMMAND = Command(
+    "draco rescore",
+    "score a run's rollouts again on a fixed set of criteria",
+    Options,
+    """
+    Writes RUN/rescored/SET/archive/step=…, a step at a time; finished steps are kept, so that it can be
+    interrupted. RUN/rescored/SET/made_of.json says by which criteria and judge; others are refused there. The
+    report draws it as the dotted line of figure F4.
+    """,
+    (
+        "draco rescore runs/NAME",
+        "draco rescore runs/NAME criteria=rubric.yaml every=5 judge=litellm judge.model=openai/gpt-5.4",
+    ),
+)
 
 
 def main(arguments: list[str]) -> None:
     """Re-score every run that is named."""
-    words, given = parse(arguments, {"rubric", "criteria", "every", "judge"}, ("judge.",))
-    if not words:
-        raise ConfigError("no run folder is given: python scripts/rescore.py runs/NAME --rubric static")
-    if given.get("rubric", "static") != "static":
-        raise ConfigError(f"rubric={given['rubric']}: only a static set is the same for every step; use rubric=static")
-    for word in words:
-        rescore(Path(word), given)
+    given = COMMAND.parse(arguments)
+    for path in given.run:
+        rescore(path, given)
 
 
-def rescore(path: Path, given: dict[str, str]) -> None:
+def rescore(path: Path, given: Options) -> None:
     """Re-score one run and say what it cost."""
-    every = whole(given, "every", 1, least=1)
+    from omegaconf import OmegaConf
+
+    from draco.config.compose import compose_config, instantiate, instantiate_group, judge_config
+    from draco.judge.stage import read_secret
+    from draco.run.archive import step_folder, write_step
+    from draco.stages import RunContext
+    from draco.study.judgements import read_groups
+    from draco.study.runs import open_run
+
     run = open_run(path)
-    criteria = given.get("criteria", run.env)
-    judge = judge_config(given, run.config)
-    stage = StaticRubric(instantiate(judge), criteria)
+    criteria = given.criteria or run.env
+    chosen = {"judge": given.judge} if given.judge else {}
+    judge = judge_config({**chosen, **dict(p.split("=", 1) for p in given.passed)}, run.config)
+    parts = compose_config(["rubric=static", "credit=uniform"])
+    parts.rubric.criteria, parts.rubric.judge = criteria, judge
+    stage = instantiate_group(parts.rubric)
+    rule = instantiate_group(parts.credit)
     environment = run.config["env"].get("environment")  # trajectories that were judged from a file have none
     caveats = instantiate(OmegaConf.create(environment)).caveats if environment else ()
     secret = read_secret(path / "transcript_secret")
@@ -66,11 +84,10 @@ def rescore(path: Path, given: dict[str, str]) -> None:
     calls, cost = 0, 0.0
     unpriced = False
     try:
-        for step in run.steps[::every]:
+        for step in run.steps[:: given.every]:
             if step_folder(out, step).is_dir():
                 continue
-            rule = UniformCredit()
-            credits = [rule.assign_one(j) for j in stage.judge(read_groups(path, step))]
+            credits = list(rule.assign(stage.judge(read_groups(path, step))))
             records = stage.take().calls
             write_step(out, step, [], credits, records)
             calls += len(records)
@@ -84,11 +101,17 @@ def rescore(path: Path, given: dict[str, str]) -> None:
 
 def made_of(criteria: Sequence[Criterion], judge: DictConfig) -> dict[str, Any]:
     """What the scores depend on beside the rollouts: a hash of the criteria's texts, and the judge's options."""
+    from omegaconf import OmegaConf
+
+    from draco.run.folder import RESUMABLE, redacted
+
+    #: options that only carry the calls: no score depends on them
+    carriage = {n.removeprefix("judge.") for n in RESUMABLE} | {"cache", "backoff_s", "deadline_s", "group_deadline_s"}
     texts = json.dumps([[c.title, c.description, c.evaluator_instruction] for c in criteria])
     options = redacted(OmegaConf.create({"judge": judge}))["judge"]
     return {
         "criteria": hashlib.sha256(texts.encode()).hexdigest()[:16],
-        "judge": {k: v for k, v in options.items() if k not in _CARRIAGE},
+        "judge": {k: v for k, v in options.items() if k not in carriage},
     }
 
 
@@ -98,6 +121,8 @@ def claim(out: Path, made: dict[str, Any]) -> None:
     Raises:
         ConfigError: they are not, or nothing says what they are made of.
     """
+    from draco.core.files import write_json
+
     file = out / "made_of.json"
     if file.is_file():
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -123,7 +148,3 @@ def claim(out: Path, made: dict[str, Any]) -> None:
 
 def _part(made: dict[str, Any], name: str) -> Any:
     return made["criteria"] if name == "criteria" else made["judge"].get(name)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,120 +1,91 @@
-#!/usr/bin/env python
-"""What a run will need, before it is started: memory a GPU, hours, judge calls and dollars.
-
-    python scripts/plan.py experiment=appworld_qwen36_27b trainer=fsdp_8gpu gpus=8 gpu=h100-80gb
-    … --json                     one JSON object
-    … judge_from=runs/NAME       judge calls a rollout and their mean tokens from that run's archive
-    … gpus=16 gpus_per_node=8    two nodes; fewer GPUs than gpus_per_node are one node
-    … mfu=0.3 turns=20           other assumptions (--help lists them)
-
-Nothing is loaded and nothing is sent: parameters are counted on the meta device. Any option of train.py works.
-"""
+"""`draco plan`: what a run will need, before it is started."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import shlex
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.table import Table
-
-from draco.config.arguments import split
-from draco.config.compose import compose_config
-from draco.core.errors import ConfigError, DracoError
-from draco.run.launch import processes
+from draco.config.arguments import Command, option, passed_on
+from draco.config.options import Count
+from draco.core.errors import ConfigError
 from draco.study.planner.hardware import GPUS, Assumptions
-from draco.study.planner.report import make_plan
 
-#: of this script; every other option is one of train.py
-OPTIONS = {
-    "gpus": "GPUs of all nodes together (default: gpus_per_node, times trainer.num_nodes)",
-    "gpus_per_node": "GPUs of one node (default 8)",
-    "gpu": f"one of {', '.join(GPUS)} (default h100-80gb)",
-    "judge_from": "run folder whose archive gives the judge's calls and tokens",
-}
-ASSUMED = {f.name: f for f in dataclasses.fields(Assumptions)}
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["COMMAND", "main"]
+
+ASSUMED = dataclasses.fields(Assumptions)
 
 
-def usage() -> str:
-    """What --help prints."""
-    lines = [(__doc__ or "").rstrip(), "", "Options:"]
-    lines += [f"    {name:18} {about}" for name, about in OPTIONS.items()]
-    lines += ["", "Assumptions, of which every one can be given:"]
-    lines += [f"    {f'{name}={f.default:g}':22} {f.metadata['about']}" for name, f in ASSUMED.items()]
-    lines += [
-        "",
-        "Everything else goes to the configuration, as in train.py: GROUP=CHOICE (experiment=…, policy=…) or",
-        "SECTION.OPTION=VALUE (limits.max_turns=30). `python train.py --help` lists groups and choices.",
-    ]
-    return "\n".join(lines)
+@dataclass(frozen=True, kw_only=True)
+class OwnOptions:
+    """The machines, and what is printed."""
+
+    gpus: Count | None = option(None, "GPUs of all nodes together", shown="gpus_per_node, times trainer.num_nodes")
+    gpus_per_node: Count = option(8, "GPUs of one node")
+    gpu: str = option("h100-80gb", f"one of {', '.join(GPUS)}")
+    judge_from: Path | None = option(None, "run folder whose archive gives the judge's calls and mean tokens")
+    json: bool = option(False, "print one JSON object in place of tables")
+    config: tuple[str, ...] = passed_on("options of draco train: GROUP=CHOICE (policy=…), SECTION.OPTION=VALUE")
+
+
+#: with the assumptions, of which every one can be given
+Options = dataclasses.make_dataclass(
+    "Options",
+    [(f.name, int | float, option(f.default, f"assumed: {f.metadata['about']}")) for f in ASSUMED],
+    bases=(OwnOptions,), frozen=True, kw_only=True,
+)  # fmt: skip
+
+COMMAND: Command[Any] = Command(
+    "draco plan",
+    "memory a GPU, hours, judge calls and dollars of a run, before it starts",
+    Options,
+    """
+    Nothing is loaded and nothing is sent: parameters are counted on the meta device. Exit status 1: no layout fits.
+    """,
+    (
+        "draco plan experiment=appworld_qwen36_27b gpus=8 gpu=h100-80gb",
+        "draco plan experiment=appworld_qwen36_27b gpus=16 gpus_per_node=8 json=true",
+        "draco plan experiment=appworld_qwen36_27b judge_from=runs/NAME mfu=0.3 turns=20",
+    ),
+)
 
 
 def main(arguments: list[str]) -> int:
-    """Print the plan; 0 it fits, 1 it does not, 2 it cannot be made."""
-    if {"--help", "-h"} & set(arguments):
-        print(usage())
-        return 0
-    as_json = "--json" in arguments
+    """Print the plan; 0 it fits, 1 it does not."""
+    given = COMMAND.parse(arguments)
+    assumptions = Assumptions(**{f.name: getattr(given, f.name) for f in ASSUMED})
+    from omegaconf.errors import OmegaConfBaseException
+
+    from draco.config.compose import compose_config
+    from draco.run.launch import processes
+    from draco.study.planner.report import make_plan
+
+    with COMMAND.beside_the_configuration():
+        config = compose_config([*given.config, "run=plan"])
     try:
-        given, overrides = split([a for a in arguments if a != "--json"], [*OPTIONS, *ASSUMED])
-        assumptions = Assumptions(**{k: number(k, v) for k, v in given.items() if k in ASSUMED})
-        config = composed(overrides)
-        per_node = number("gpus_per_node", given.get("gpus_per_node", "8"))
-        gpus = number("gpus", given["gpus"]) if "gpus" in given else per_node * processes(config)[1]
         plan = make_plan(
-            config, gpus=gpus, gpu=given.get("gpu", "h100-80gb"), assumptions=assumptions,
-            archive=Path(given["judge_from"]) if given.get("judge_from") else None, gpus_per_node=per_node,
-        )  # fmt: skip
-    except (DracoError, OmegaConfBaseException, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if as_json:
+            config,
+            gpus=given.gpus or given.gpus_per_node * processes(config)[1],
+            gpu=given.gpu,
+            assumptions=assumptions,
+            archive=given.judge_from,
+            gpus_per_node=given.gpus_per_node,
+        )
+    except (OmegaConfBaseException, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
+    if given.json:
         print(json.dumps(plan, indent=1))
     else:
+        from rich.console import Console
+
         show(plan, Console(width=120))
     return 0 if any(layout["fits"] for layout in plan["layouts"].values()) else 1
-
-
-def composed(overrides: list[str]) -> DictConfig:
-    """The configuration of a run.
-
-    Raises:
-        ConfigError: it does not compose; one line with the names that would.
-    """
-    try:
-        return compose_config([*overrides, "run=plan"])
-    except ConfigError as error:
-        text = str(error)
-        if ": no such option; " in text:
-            own = [*OPTIONS, *ASSUMED]
-            key = text.split("'")[1]
-            near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
-            meant = f" (did you mean {near[0]}?)" if near else ""
-            text += f". Options and assumptions of this script{meant}: {', '.join(own)}; --help says more"
-        raise ConfigError(text) from None
-
-
-def number(name: str, text: str) -> Any:
-    """An integer or a number; its range is checked where it is used.
-
-    Raises:
-        ConfigError: neither.
-    """
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text}: expected a number") from None
 
 
 #: what the table calls them
@@ -130,6 +101,8 @@ SPEEDS = {
 
 def show(plan: dict[str, Any], console: Console) -> None:
     """The plan as tables."""
+    from rich.table import Table
+
     model, run = plan["model"], plan["experiment"]
     console.print(
         f"{run['policy']} ({model['model_type']}): {_count(model['parameters'])} parameters, LoRA "
@@ -212,7 +185,3 @@ def _size(number: float | None) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.3f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
