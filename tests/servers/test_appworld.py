@@ -40,7 +40,8 @@ from draco.env.success import leaderboard, summarise
 from draco.run.archive import read_calls, read_table
 from draco.study.runs import open_run
 from draco.study.tables import all_tables
-from draco.study.verbs 
+from draco.study.verbs import evaluate, replay
+
 pytestmark = pytest.mark.appworld
 
 PYTHON = os.environ.get("DRACO_APPWORLD_PYTHON", str(ROOT / ".venv-appworld" / "bin" / "python"))
@@ -515,7 +516,6 @@ def test_the_last_three_epoch_ends_are_evaluated_on_both_splits(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By hand: of three runs of a task the even two succeed, the odd one from version level + 1 on."""
-    from draco.study.verbs import evaluate
 
     evaluate.main([
         f"run={run_folder}", "env=appworld", "split=test_normal,test_challenge", "n=3", "checkpoints=last3",
@@ -562,7 +562,6 @@ def test_a_policy_that_is_too_small_is_refused_before_the_first_rollout(tmp_path
 
 
 def test_an_unknown_split_is_refused_before_anything_is_evaluated(run_folder: Path, tmp_path: Path) -> None:
-    from draco.study.verbs import evaluate
 
     with pytest.raises(ConfigError, match="no split 'test_hard'; expected one of dev, test_challenge"):
         evaluate.main([f"run={run_folder}", "split=dev,test_hard", "tasks=1", f"out={tmp_path}"])
@@ -576,7 +575,6 @@ def test_any_model_behind_an_api_plays_on_the_same_harness(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A row of Table 8: two of three scenarios, three turns, the cost of a pass by the provider's counts."""
-    from draco.study.verbs import evaluate
 
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
     opened: list[str] = []

@@ -24,7 +24,8 @@ from draco.study.runs import open_run
 from draco.study.settings import SETTINGS, by_setting, splits
 from draco.study.statistics import mean_std, paired_bootstrap, task_means
 from draco.study.tables import all_tables, write_table
-from draco.study.verbs 
+from draco.study.verbs import report as report_script
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
