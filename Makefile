@@ -28,7 +28,7 @@ help:
 	@echo 'make test-tau       set up .venv-tau2 (1.2 GB), then play tau2 airline on loopback models'
 	@echo 'make test-distributed  the multi-process and two-host suites'
 	@echo 'make test-all       everything CI runs: check and all test-* above'
-	@echo 'make check          lint, format, types'
+	@echo 'make check          lint, format, types, imports between rooms'
 	@echo 'make ablation       every setting over several seeds, with a table; resumes from finished cells'
 	@echo 'make clean          remove .venv, .venv-*, caches and build output (runs/ stays)'
 
