@@ -30,6 +30,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omegaconf import DictConfig
+from prefix_cache import Usage, prompt_usage
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +39,6 @@ from draco.config.compose import with_judge
 from draco.config.options import Count
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
-from draco.judge.cachemodel import Usage, prompt_usage
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord

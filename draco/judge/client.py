@@ -33,9 +33,10 @@ from draco.judge.budget import Spend
 from draco.judge.cache import Store, Stored, key_of
 from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.limits import Pace
+from draco.judge.parsing import ReplyFault, parse_json
 from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
-from draco.judge.replies import ReplyFault, json_schema, parse_json
+from draco.judge.replies import json_schema
 from draco.judge.requests import ASKER, JudgeRequest
 from draco.judge.votes import RULES
 

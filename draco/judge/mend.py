@@ -1,8 +1,8 @@
-"""Mends slips of the pen in a reply's JSON, and shows that the mending decided nothing.
+"""Mends small errors in the syntax of a reply's JSON, and makes sure that the mending decided nothing.
 
-json_repair guesses: it drops a minus sign that is no ASCII one, and takes the last of two values under one name. So
-every number that is plainly one is replaced by a marker before it works, and afterwards every number must be a marker,
-under its own name, each used once; and no name may be spelled more often in the text than it is in the result.
+json_repair guesses: it drops a minus sign that is not ASCII, and takes the last of two values under one name. So every
+number is replaced by a marker before the repair. After it, every number must be a marker under its own name, each used
+once, and no name may occur more often in the text than in the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["DEPTH", "TOKEN", "mended", "names", "objects", "spelled"]
 _NUMBER = r"-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
 _SPACE = r"[ \t\r\n]*+"
 _LIST = rf"\[{_SPACE}{_NUMBER}(?:{_SPACE},{_SPACE}{_NUMBER})*+{_SPACE},?+{_SPACE}\]"
-#: a name and, whole, the number or the list of numbers under it
+#: a name and the complete number, or list of numbers, under it
 _NAMED = re.compile(
     rf"""(?<![\w"'])(["']?+)(\w{{1,60}}+)\1{_SPACE}:{_SPACE}({_NUMBER}|{_LIST})(?={_SPACE}[,}}\]])""", re.ASCII
 )
@@ -31,7 +31,7 @@ DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 def objects(text: str) -> list[str]:
-    """The objects in a text that lie in no other, whether valid or not, without empty ones and one that breaks off."""
+    """The outermost objects in a text, valid or not, without empty ones and one that breaks off."""
     found, at = [], text.find("{")
     while at >= 0:
         depth, end = 0, -1
@@ -61,7 +61,7 @@ def names(data: Any) -> Iterator[str]:
 
 
 def spelled(text: str, wanted: Iterable[str]) -> Counter[str]:
-    """How often a text spells names as JSON does, in quotes of any kind or in none."""
+    """How often a text writes names as JSON keys, in quotes of any kind or in none."""
     either = "|".join(re.escape(name) for name in sorted(set(wanted), key=len, reverse=True))
     if not either:
         return Counter()
@@ -69,15 +69,15 @@ def spelled(text: str, wanted: Iterable[str]) -> Counter[str]:
     return Counter(re.findall(pattern, text))
 
 
-def mended(text: str, whole: str) -> Any:
-    """The value that a text with slips in it stands for.
+def mended(text: str, reply: str) -> Any:
+    """The value that a text with errors in its syntax stands for.
 
     Args:
         text: the object.
-        whole: the reply that it is part of.
+        reply: the text that the object is part of.
 
     Raises:
-        ValueError: it is not plain what it stands for; the message says why.
+        ValueError: it could stand for several values; the message says why.
     """
     prefix = next(p for n in count() if (p := f"7{n:09d}") not in text)
     numbers: list[tuple[str, str]] = []  #: (name, as written)
@@ -114,9 +114,9 @@ def mended(text: str, whole: str) -> Any:
         if used[at] != 1:
             raise ValueError(f"{name!r}: {number} has no place of its own in the reply's JSON")
     there = Counter(names(data))
-    for name, times in spelled(whole, there).items():
+    for name, times in spelled(reply, there).items():
         if times != there[name]:
             raise ValueError(f"{name!r} occurs {times} times where the JSON has room for {there[name]}")
-    if missing := set(there) - set(spelled(whole, there)):
+    if missing := set(there) - set(spelled(reply, there)):
         raise ValueError(f"{min(missing)!r} is not plainly a name")
     return data

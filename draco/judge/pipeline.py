@@ -26,10 +26,17 @@ import torch
 from draco.config.checks import one_of
 from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.core.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
-from draco.judge.assess import ASSESS_SCHEMA, Assessed, check_assessments
 from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.records import CallRecord, call_metrics, with_rates
-from draco.judge.replies import Attributed, Scored, check_attributions, check_criteria, check_scores, json_schema
+from draco.judge.replies import (
+    Assessed,
+    Attributed,
+    Scored,
+    check_assessments,
+    check_attributions,
+    check_criteria,
+    check_scores,
+)
 from draco.judge.requests import JudgeRequest
 from draco.judge.rewards import dropout
 from draco.judge.rewards import rewards as reward_of
@@ -181,7 +188,7 @@ class JudgePipeline:
         """[K] scores and [K] attributions of one trajectory in one call, where the plan joins them."""
         material = self.plan.score(run.blocks, trajectory, criteria)
         check = partial(check_assessments, criteria, len(trajectory.steps))
-        return await self._call(run, "assess", material, check, trajectory.sample, voter, ASSESS_SCHEMA)
+        return await self._call(run, "assess", material, check, trajectory.sample, voter)
 
     async def attribute(
         self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], scored: Sequence[Scored]
@@ -199,7 +206,6 @@ class JudgePipeline:
         check: Callable[[Any], tuple[T, str | None]],
         sample: int = -1,
         voter: Voter | None = None,
-        schema: Mapping[str, Any] | None = None,
     ) -> T:
         client = voter.client if voter else self.client
         reply: T = await client.call(
@@ -213,7 +219,6 @@ class JudgePipeline:
                 step=run.group.step,
                 deadline=run.deadline,
                 version=self.plan.version(phase),
-                schema=schema,
                 repeat=voter.repeat if voter else 0,
                 salt=self.salt,
             )
@@ -276,7 +281,6 @@ class JudgePipeline:
             check=partial(check_criteria, "merge"),
             sink=self._sink or (lambda record: None),
             version=prompt_version("reduce"),
-            schema=json_schema("merge"),
         )
         found: tuple[Criterion, ...] = await self.client.call(request)
         return found

@@ -27,8 +27,8 @@ from draco.core.errors import ConfigError, JudgeError, TrainingStopped
 from draco.core.types import Criterion, Failure, Group, Judgement
 from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
+from draco.judge.ping import ping
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
-from draco.judge.probe import ping
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, length_metrics, with_rates
 from draco.judge.transcript import Caps

@@ -20,8 +20,9 @@ from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
 from draco.core.types import Criterion
 from draco.judge.agreement import agreement
 from draco.judge.client import JudgeClient
+from draco.judge.parsing import parse_json
 from draco.judge.records import CallRecord
-from draco.judge.replies import check_attributions, check_criteria, check_scores, parse_json
+from draco.judge.replies import check_attributions, check_criteria, check_scores
 from draco.judge.requests import JudgeRequest
 from draco.run.archive import read_calls
 from draco.study.matching import criteria_overlap, gather, written

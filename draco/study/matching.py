@@ -14,8 +14,9 @@ from draco.core import files
 from draco.core.errors import JudgeConfigError, JudgeError
 from draco.core.types import Criterion
 from draco.judge.client import JudgeClient
+from draco.judge.parsing import ReplyFault
 from draco.judge.prompts import criteria_block, messages, prompt_version
-from draco.judge.replies import ReplyFault, strict_schema
+from draco.judge.replies import strict_schema
 from draco.judge.requests import JudgeRequest
 
 __all__ = ["check_pairs", "criteria_overlap", "gather", "load_matches", "match_criteria", "written"]

@@ -20,9 +20,10 @@ from support.loopback_judge import Answer, LoopbackJudge
 
 from draco.core.types import Judgement
 from draco.judge.client import JudgeClient
+from draco.judge.parsing import ReplyFault, parse_json
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.records import CallRecord
-from draco.judge.replies import ReplyFault, check_attributions, check_scores, parse_json
+from draco.judge.replies import check_attributions, check_scores
 
 pytestmark = pytest.mark.judge
 

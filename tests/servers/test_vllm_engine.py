@@ -29,7 +29,7 @@ from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Credit, Group, Judgement, Task, Termination
 from draco.env.base import Episode, Reply
 from draco.judge.client import JudgeClient
-from draco.judge.probe import ping
+from draco.judge.ping import ping
 from draco.judge.replies import json_schema
 from draco.module import GRPOModule
 from draco.policy.policy import Policy

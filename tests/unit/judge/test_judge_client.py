@@ -13,9 +13,10 @@ from support.fake_judge import FakeJudge, client, sample_in
 
 from draco.core.errors import ConfigError, JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.judge.client import JudgeClient
+from draco.judge.parsing import ReplyFault, parse_json
 from draco.judge.prompts import PHASES, messages, prompt_text, prompt_version
 from draco.judge.records import CallRecord, add_metrics, with_rates
-from draco.judge.replies import ReplyFault, check_attributions, check_criteria, check_scores, json_schema, parse_json
+from draco.judge.replies import check_attributions, check_criteria, check_scores, json_schema
 from draco.judge.requests import JudgeRequest
 
 EXC = litellm.exceptions
@@ -297,7 +298,7 @@ def test_schemas_are_strict(phase: str) -> None:
 
 
 def test_checks_of_proposals() -> None:
-    from draco.judge.replies import ReplyFault
+    from draco.judge.parsing import ReplyFault
 
     one = {"title": "A b c", "description": "d", "evaluator_instruction": "i", "grounding_references": ["g"]}
     found, _ = check_criteria("propose_task", {"criteria": [one]})

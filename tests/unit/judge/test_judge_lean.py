@@ -9,6 +9,7 @@ from typing import Any
 
 import litellm
 import pytest
+from prefix_cache import BLOCK, PrefixCache, prompt_usage
 from support.desk_rollouts import play
 from support.factory import CRITERIA, group, trajectory
 from support.fake_judge import FakeJudge, client
@@ -18,13 +19,12 @@ from draco.core.types import Criterion, Group, Judgement, Message, Step
 from draco.env.desk.environment import DeskEnvironment
 from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.judge.reading import read_prompt
-from draco.judge.assess import ASSESS_SCHEMA, check_assessments
-from draco.judge.cachemodel import BLOCK, PrefixCache, prompt_usage
 from draco.judge.client import JudgeClient
+from draco.judge.parsing import ReplyFault
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import lean_version, prompt_version
 from draco.judge.records import CallRecord
-from draco.judge.replies import ReplyFault
+from draco.judge.replies import check_assessments, json_schema
 from draco.judge.transcript import DIGEST, Caps, cut, digest, steps, transcript
 from draco.judge.views.dedup import distinct, vocabulary
 from draco.judge.views.lean import named_steps
@@ -106,7 +106,7 @@ def test_faulty_assessments(reply: Any, fault: str) -> None:
 
 
 def test_the_schema_is_strict() -> None:
-    item = ASSESS_SCHEMA["$defs"]["AssessItem"]
+    item = json_schema("assess")["$defs"]["AssessItem"]
     assert item["additionalProperties"] is False
     assert item["required"] == ["title", "evidence", "justification", "score", "relevant_steps"]
 

@@ -21,7 +21,7 @@ from support.small_run import score_reply, write_run
 
 from callbacks.credit.step import StepLevelCredit
 from draco.core.errors import ConfigError, JudgeCallError
-from draco.judge.replies import ReplyFault
+from draco.judge.parsing import ReplyFault
 from draco.judge.requests import JudgeRequest
 from draco.run.archive import read_calls, read_table, step_folder, write_step
 from draco.study.audit import read_sheet, write_sheet

@@ -1,0 +1,143 @@
+"""The JSON object in a judge's reply.
+
+A judge quotes text that an attacker may have written. So wherever a reply could be read in two ways, it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from draco.judge.mend import DEPTH, TOKEN, mended, names, objects, spelled
+
+__all__ = ["ReplyFault", "parse_json"]
+
+#: longest reply, in characters, that is mended: the time that mending takes grows faster than its length
+_LONGEST_MENDED = 200_000
+#: most levels of brackets in one
+_DEEPEST_MENDED = 50
+
+
+class ReplyFault(ValueError):
+    """The reply cannot be used as it is; the message is quoted to the judge in the corrective re-ask."""
+
+
+def parse_json(text: str) -> tuple[Any, bool]:
+    """The JSON object in a reply, and whether it had to be repaired.
+
+    Bare JSON, a fenced block, prose around an object and a leading <think> part are all understood. Small errors of
+    syntax (a comma too many, single quotes) are mended, numbers never. An object that breaks off is not completed, and
+    of two values under one name, or two objects with the same names, none is chosen.
+
+    Raises:
+        ReplyFault: there is no JSON object in it, it breaks off, a name occurs twice in an object, another object has
+            the same names, a number is not written as one, or it is too long.
+    """
+    given = text.strip()
+    text, mendable = _answer(given)
+    data, repaired = _object(text, mendable)
+    if text != given:
+        _no_rival(given.removesuffix(text), data)
+    return data, repaired
+
+
+def _object(text: str, mendable: bool) -> tuple[dict[str, Any], bool]:
+    if not text:
+        raise ReplyFault("the reply was empty")
+    start, stop = text.find("{"), text.rfind("}")
+    if start < 0:
+        raise ReplyFault("the reply holds no JSON object")
+    inner = objects(text)
+    fenced = re.findall(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", text, flags=re.DOTALL)
+    for candidate in [text, *reversed(fenced), text[start : stop + 1], *sorted(inner, key=len, reverse=True)]:
+        data = _strict(candidate)
+        if data is None or (not data and candidate != text):
+            continue
+        before, _, after = text.partition(candidate)
+        if elsewhere := spelled(f"{before}\n{after}", names(data)):
+            raise ReplyFault(f"{min(elsewhere)!r} occurs outside the JSON object too; give one object, nothing else")
+        return data, False
+    if not mendable:
+        raise ReplyFault("the reply is no valid JSON")
+    if len(text) - start > _LONGEST_MENDED:
+        raise ReplyFault(f"the reply is no valid JSON and too long to mend ({len(text) - start} characters)")
+    still_open, deepest = _depths(text[start:])
+    if stop < start or still_open > 0:
+        raise ReplyFault("the JSON object breaks off before it ends; reply again in full, more briefly if need be")
+    if deepest > _DEEPEST_MENDED:
+        raise ReplyFault(f"the reply is no valid JSON and too deep to mend ({deepest} levels)")
+    try:
+        repaired = mended(inner[0] if len(inner) == 1 else text[start : stop + 1], text)
+    except (ValueError, RecursionError) as error:
+        raise ReplyFault(f"the reply is no valid JSON: {str(error)[:300]}") from None
+    if isinstance(repaired, dict):
+        return repaired, True
+    raise ReplyFault("the reply holds no JSON object")
+
+
+def _strict(text: str) -> dict[str, Any] | None:
+    """The object that a text is.
+
+    Raises:
+        ReplyFault: a name occurs twice in an object.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_once)
+    except ReplyFault:
+        raise
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _no_rival(cut: str, data: dict[str, Any]) -> None:
+    """A judge may quote `</think>` and a verdict after its own verdict; then its own was taken for a thought.
+
+    Raises:
+        ReplyFault: the text before the last `</think>`, other than a plain thought, holds another such object.
+    """
+    if cut.startswith("<think>"):
+        cut = cut.partition("</think>")[2]
+    for candidate in objects(cut):
+        other = _strict(candidate)
+        if other is not None and other != data and other.keys() & data.keys():
+            raise ReplyFault("another such JSON object precedes </think>; give one object, nothing else")
+
+
+def _answer(text: str) -> tuple[str, bool]:
+    """A reply without the thought before it, and whether its syntax may be mended.
+
+    The evidence that a judge quotes may contain `</think>` and a verdict of the attacker. So a tag inside a JSON string
+    ends no thought, and where several tags could end it, nothing is mended.
+    """
+    thought, tag, answer = text.rpartition("</think>")
+    if not tag:
+        return text, True
+    if not text.startswith("<think>"):
+        start, stop = text.find("{"), text.rfind("}")
+        if start < text.find("</think>") < stop:
+            try:
+                json.loads(text[start : stop + 1])
+            except (ValueError, RecursionError):
+                pass
+            else:
+                return text, True
+    return answer.strip(), thought.startswith("<think>") and "</think>" not in thought
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ReplyFault(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice in one JSON object")
+    return found
+
+
+def _depths(text: str) -> tuple[int, int]:
+    """Brackets open at the end, and most open at once, outside double-quoted strings (one may lack its end)."""
+    depth = deepest = 0
+    for token in TOKEN.finditer(text):
+        depth += DEPTH.get(token[0], 0)
+        deepest = max(depth, deepest)
+    return depth, deepest
