@@ -6,7 +6,7 @@ Without run= it rolls out the default policy first (`tasks` tasks of the trainin
 archived step after another) and reads them back from the archive that it wrote. Both plans judge them with
 judge=scripted (or the judge given). Tokens are counted with the o200k tokenizer that litellm carries.
 
-The cache model (draco/judge/cachemodel.py): a prompt hits the longest common prefix with the prompts of calls that
+The cache model (prefix_cache.py): a prompt hits the longest common prefix with the prompts of calls that
 were completed before it started, in blocks of 128 tokens, from 1,024 tokens on; a step's calls of one kind start
 together over all its groups, and nothing is kept from one step to the next.
 
@@ -30,7 +30,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omegaconf import DictConfig
-from prefix_cache import Usage, prompt_usage
+from prefix_cache import PromptTokens, prompt_tokens
 from rich.console import Console
 from rich.table import Table
 
@@ -127,14 +127,14 @@ def main(arguments: list[str]) -> int:
     console = Console()
     found = {plan: judged(config, groups, plan) for plan in ("paper", "lean")}
     usage = {
-        plan: prompt_usage(records, lambda text: litellm.encode(model="gpt-4o", text=text))
+        plan: prompt_tokens(records, lambda text: litellm.encode(model="gpt-4o", text=text))
         for plan, (_, records) in found.items()
     }
     rollouts = sum(len(g.trajectories) for g in groups)
     table = Table(title=f"prompt tokens, {len(groups)} groups, {rollouts} rollouts", title_justify="left")
     for name in ("plan", "call", "calls", "tokens", "cached", "uncached"):
         table.add_column(name, justify="left" if name in {"plan", "call"} else "right")
-    totals = {plan: sum(by_call.values(), Usage()) for plan, by_call in usage.items()}
+    totals = {plan: sum(by_call.values(), PromptTokens()) for plan, by_call in usage.items()}
     for plan, by_call in usage.items():
         rows = [(call, by_call[call]) for call in CALLS if call in by_call]
         for call, u in [*rows, ("all", totals[plan])]:

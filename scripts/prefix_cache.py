@@ -1,8 +1,8 @@
 """How many prompt tokens a provider's prefix cache would not have to read again, under a stated model.
 
-A prompt hits the longest common prefix with any prompt whose call was *completed* before it started, in whole blocks of
-128 tokens and from 1,024 tokens on; nothing is evicted within one step's calls, nothing is kept from one step to the
-next. Calls of one kind within a step start together (all its groups at once), so none of them hits another.
+Cached is the longest common prefix with any prompt whose call was *completed* before, in complete blocks of 128 tokens
+and from 1,024 tokens on. Nothing is evicted within one step, nothing is kept from one step to the next. Calls of one
+kind within a step start together (all its groups at once), so none of them finds the prompt of another.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import groupby
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord
 
-__all__ = ["BLOCK", "LEAST", "PrefixCache", "Usage", "prompt_usage"]
+__all__ = ["BLOCK", "LEAST", "PrefixCache", "PromptTokens", "prompt_tokens"]
 
 BLOCK = 128  #: tokens
 LEAST = 1024  #: tokens; a shorter common prefix is not cached
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PromptTokens:
     """Prompt tokens of some calls."""
 
     calls: int = 0
@@ -33,8 +33,8 @@ class Usage:
         """Tokens that are read and paid in full."""
         return self.tokens - self.cached
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.calls + other.calls, self.tokens + other.tokens, self.cached + other.cached)
+    def __add__(self, other: PromptTokens) -> PromptTokens:
+        return PromptTokens(self.calls + other.calls, self.tokens + other.tokens, self.cached + other.cached)
 
 
 class PrefixCache:
@@ -64,14 +64,14 @@ def _prefixes(tokens: Sequence[int]) -> Iterable[int]:
         yield running
 
 
-def prompt_usage(records: Iterable[CallRecord], encode: Callable[[str], Sequence[int]]) -> dict[str, Usage]:
-    """Usage by kind of call, over all steps.
+def prompt_tokens(records: Iterable[CallRecord], encode: Callable[[str], Sequence[int]]) -> dict[str, PromptTokens]:
+    """PromptTokens by kind of call, over all steps.
 
     Args:
         records: of all attempts; transport retries and re-asks are calls like others.
         encode: text → token ids.
     """
-    usage: dict[str, Usage] = {}
+    found: dict[str, PromptTokens] = {}
 
     def wave(record: CallRecord) -> tuple[int, int]:
         return record.step, CALLS.index(record.phase)
@@ -81,7 +81,7 @@ def prompt_usage(records: Iterable[CallRecord], encode: Callable[[str], Sequence
         for phase, calls in groupby(of_step, key=lambda r: r.phase):
             prompts = [[t for role, text in r.messages for t in encode(f"<{role}>\n{text}")] for r in calls]
             for tokens in prompts:
-                usage[phase] = usage.get(phase, Usage()) + Usage(1, len(tokens), cache.cached(tokens))
+                found[phase] = found.get(phase, PromptTokens()) + PromptTokens(1, len(tokens), cache.cached(tokens))
             for tokens in prompts:
                 cache.add(tokens)
-    return usage
+    return found

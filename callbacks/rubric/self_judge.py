@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from draco.config.checks import whole
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
 from draco.judge import local
-from draco.judge.client import JudgeClient, JudgeMember
-from draco.judge.context import needed_context
+from draco.judge.client import JudgeClient
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.records import CallRecord
 from draco.judge.stage import JudgedRubric
+from draco.judge.views.size import needed_context
 from draco.judge.votes import Panel, Voter
 from draco.stages import RunContext
 
@@ -90,7 +90,7 @@ class SelfJudgeRubric(JudgedRubric):
         whole("rubric.k", k, 1)
         if bool(api_base) != bool(model):
             raise ConfigError("rubric.api_base and rubric.model name an endpoint together; set both or none")
-        panel = Panel(tuple(Voter(judge, repeat) for repeat in range(k)), "unanimous", first_justifies=True)
+        panel = Panel(tuple(Voter(repeat=repeat) for repeat in range(k)), "unanimous", first_justifies=True)
         super().__init__(judge, panel=panel, **options)
         self.k, self.thinking, self.temperature, self.seed = k, thinking, temperature, seed
         self.max_reply_tokens, self.context = max_reply_tokens, context
@@ -122,7 +122,7 @@ class SelfJudgeRubric(JudgedRubric):
         self._context = (
             self.context or served or int(getattr(policy.model.config, "max_position_embeddings", 0) or 2**31)
         )
-        plan = self.pipeline.plan.name
+        plan = self.pipeline.view.name
         needs = needed_context(plan, *self._sizes)
         call = max(needs, key=lambda name: needs[name])
         if needs[call] > self._context:
@@ -141,7 +141,7 @@ class SelfJudgeRubric(JudgedRubric):
             JudgeConfigError: the endpoint is there and does not work.
         """
         if self.api_base and self.model and (self._policy is not None or "{version}" not in self.model):
-            self.pipeline.client = self._member(self.api_base, self._name(), "")
+            self.pipeline.endpoint = self._endpoint_at(self.api_base, self._name(), "")
             return super().ping()
         if self._ready and not self._in_process:  # in a run, after calls were lost
             return super().ping()
@@ -160,29 +160,28 @@ class SelfJudgeRubric(JudgedRubric):
         assert self._policy is not None, "the run is not open"
         self._ready, self._step = True, group.step
         salt = local.adapter_hash(self._policy)
-        endpoint = self._endpoint()
-        if endpoint is None:
-            client = self.client.with_model(f"{local.PROVIDER}/{salt}", timeout_s=_UNHURRIED_S)
-        else:
-            client = self._member(*endpoint)
-        self._in_process = endpoint is None
-        voters = tuple(Voter(client, repeat) for repeat in range(self.k))
-        self.pipeline.client, self.pipeline.salt = client, salt
-        self.pipeline.panel = replace(self.pipeline.panel, voters=voters)
+        served = self._served()
+        self._in_process = served is None
+        self.pipeline.salt = salt
+        self.pipeline.endpoint = (
+            self.client.endpoint(f"{local.PROVIDER}/{salt}", timeout_s=_UNHURRIED_S)
+            if served is None
+            else self._endpoint_at(*served)
+        )
 
-    def _member(self, base: str, name: str, key: str) -> JudgeMember:
-        """The client's calls to a served policy."""
-        body = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
-        return self.client.with_model(
-            name, api_base=base, api_key=key or None, section="rubric", max_tokens=self.max_reply_tokens,
-            extra_body=body,
-        )  # fmt: skip
+    def _endpoint_at(self, base: str, name: str, key: str) -> JudgeEndpoint:
+        """A served policy."""
+        arguments = {
+            "max_tokens": self.max_reply_tokens,
+            "extra_body": {"chat_template_kwargs": {"enable_thinking": self.thinking}},
+        }
+        return self.client.endpoint(name, api_base=base, api_key=key or None, section="rubric", arguments=arguments)
 
     def _name(self) -> str:
         assert self.model is not None
         return self.model.replace("{version}", str(self._policy.version if self._policy is not None else 0))
 
-    def _endpoint(self) -> tuple[str, str, str] | None:
+    def _served(self) -> tuple[str, str, str] | None:
         """Address, litellm's name and key of the served policy; None: in process."""
         if self.api_base and self.model:
             return self.api_base, self._name(), ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from draco.core.errors import JudgeConfigError, TrainingStopped
@@ -9,29 +11,59 @@ from draco.core.llm.money import Usage
 
 __all__ = ["Spend"]
 
+#: tokens of a reply before any was seen
+_REPLY_GUESS = 1_000
+
 
 @dataclass(slots=True)
 class Spend:
     """Sums over all attempts of a run, earlier processes and other ranks included, and its caps.
 
-    A call is let through while what is spent and what it and the calls under way will probably cost stays below the
-    caps. What a call will cost is guessed from the length of its prompt, and more where earlier guesses were too low:
-    the first long prompts must not pass for calls as cheap as the one before the run.
+    A request is sent only if the caps hold what is spent and what this request and those under way will probably cost.
+    That is guessed from the length of the prompt, and scaled up where earlier guesses were too low: the first long
+    prompts of a run cost more than the short call before it.
     """
 
     max_usd: float | None = None
-    max_tokens: int | None = None
+    max_tokens: float | None = None
     usd: float = 0.0
     tokens: int = 0
     attempts: int = 0
     unpriced: int = 0  #: attempts without a known price
     estimated: int = 0  #: of this process's attempts, those whose tokens the provider did not give
-    under_way: int = 0  #: tokens that calls sent and not answered were guessed to take
-    world: int = 1  #: ranks; each supposes that the others spend as it does since they last told each other
+    under_way: int = 0  #: guessed tokens of requests that were sent and not answered
+    world: int = 1  #: ranks; each assumes that the others have spent as much as itself since the last exchange
     agreed: tuple[float, int] = (0.0, 0)  #: (USD, tokens) of all ranks at the last exchange
     _then: tuple[float, int] = (0.0, 0)  #: this object's own sums at that time
-    _guessed: int = 0  #: sum of the guesses of answered calls
-    _taken: int = 0  #: and of what they took
+    _guessed: int = 0  #: sum of the guesses of answered requests
+    _taken: int = 0  #: sum of what they took
+    _replies: int = 0
+    _written: int = 0  #: tokens of these replies
+
+    def start(self, usd: float, tokens: int, attempts: int, unpriced: int) -> None:
+        """Begin with the sums of earlier processes, over all ranks."""
+        self.usd, self.tokens, self.attempts, self.unpriced = usd, tokens, attempts, unpriced
+        self.agree(usd, tokens)
+
+    def guess(self, messages: Sequence[Mapping[str, str]], max_tokens: int | None) -> int:
+        """Tokens that a request will probably take.
+
+        Args:
+            messages: the prompt; four characters a token is the usual rule of thumb.
+            max_tokens: limit of the reply; None = none.
+        """
+        reply = self._written // self._replies if self._replies else _REPLY_GUESS
+        return sum(len(m["content"]) for m in messages) // 4 + min(reply, max_tokens or reply)
+
+    @contextmanager
+    def expecting(self, guess: int) -> Iterator[None]:
+        """Count a request as under way, if the caps allow it; see `check`."""
+        self.check(guess)
+        self.under_way += guess
+        try:
+            yield
+        finally:
+            self.under_way -= guess
 
     def add(self, usage: Usage, cost: float | None, guess: int = 0, *, estimated: bool = False) -> None:
         """Count one attempt that the provider answered.
@@ -42,12 +74,15 @@ class Spend:
             guess: tokens that it was guessed to take; 0 = none was made.
             estimated: `usage` is an estimate.
         """
+        taken = usage.tokens_in + usage.tokens_out
         self.attempts += 1
         self.estimated += estimated
-        self.tokens += usage.tokens_in + usage.tokens_out
+        self.tokens += taken
+        self._replies += 1
+        self._written += usage.tokens_out
         if guess:
             self._guessed += guess
-            self._taken += usage.tokens_in + usage.tokens_out
+            self._taken += taken
         if cost is None:
             self.unpriced += 1
         else:
@@ -67,13 +102,13 @@ class Spend:
         return self.agreed[0] + usd * self.world, self.agreed[1] + tokens * self.world
 
     def check(self, guess: int) -> None:
-        """Called before every attempt.
+        """See that the caps hold another request.
 
         Args:
             guess: tokens that it will probably take.
 
         Raises:
-            TrainingStopped: a cap is reached.
+            TrainingStopped: a cap would be passed.
             JudgeConfigError: a cap in USD cannot be kept because the price is unknown.
         """
         if self.max_usd is None and self.max_tokens is None:
@@ -91,7 +126,7 @@ class Spend:
             ("max_usd", self.max_usd, usd, more_usd),
             ("max_tokens_total", self.max_tokens, tokens, more),
         ):
-            # The last bits of sums are no reason to stop.
+            # Rounding errors of sums are no reason to stop.
             if cap is not None and (spent >= cap or spent + coming > cap * (1 + 1e-9)):
                 raise TrainingStopped(
                     f"judge.{name}={cap:.10g} would be passed: {self.say()} so far, and about {coming:.3g} more for "

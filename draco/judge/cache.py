@@ -1,9 +1,9 @@
-"""The judge's database of one rank: replies that a resume need not pay for again, and a ledger of every attempt.
+"""The judge's database of one rank: replies that a resume need not pay for again, and what every attempt cost.
 
-    runs/NAME/judge/rank=0000.sqlite        WAL; each rank writes its own, all of them are read whatever the world size
+    runs/NAME/judge/rank=0000.sqlite        WAL; each rank writes its own and reads all, whatever the number of ranks
 
     replies   key → the usable reply of one call, compressed
-    attempts  what every request cost, steps that were cut off included: the archive holds complete steps alone
+    attempts  what every request cost, also in steps that were cut off; the archive holds complete steps only
     served    which model the provider said it was
 
 WAL needs a file system of this machine for one database's processes; ranks on other machines never write the same one.
@@ -23,12 +23,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draco.core.errors import ConfigError
+from draco.core.llm.money import Usage
+from draco.core.llm.transport import Reply
 from draco.judge.records import CallRecord
 
-__all__ = ["Ledger", "Store", "Stored", "key_of"]
+__all__ = ["Spent", "Store", "Stored", "key_of"]
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply BLOB NOT NULL, facts TEXT NOT NULL) WITHOUT ROWID;
@@ -43,32 +45,25 @@ _COLUMNS = (
     "step", "phase", "task_id", "sample", "attempt", "model", "served_model", "prompt_version", "prompt_hash",
     "outcome", "error", "tokens_in", "tokens_out", "tokens_cached", "cost_usd", "latency_s",
 )  # fmt: skip
+#: of a reply, beside its text and its tokens
+_FACTS = ("served_model", "fingerprint", "cost_usd", "latency_s", "estimated")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A usable reply as it came."""
 
-    reply: str
+    reply: Reply
     model: str  #: that was asked: a fallback's name where one answered
-    served_model: str
-    fingerprint: str
     outcome: str  #: ok | repaired
-    tokens_in: int
-    tokens_out: int
-    tokens_cached: int
-    cost_usd: float | None
-    latency_s: float
-    estimated: bool = False  #: tokens and cost are
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Spent(NamedTuple):
     """Sums over all attempts of all ranks."""
 
-    attempts: int
-    tokens: int
     usd: float
+    tokens: int
+    attempts: int
     unpriced: int
 
 
@@ -118,31 +113,33 @@ class Store:
         for database in (self._own, *self._others):
             row = database.execute("SELECT reply, facts FROM replies WHERE key = ?", (key,)).fetchone()
             if row is not None:
-                return Stored(zlib.decompress(row[0]).decode(errors="surrogatepass"), **json.loads(row[1]))
+                facts = json.loads(row[1])
+                model, outcome = facts.pop("model"), facts.pop("outcome")
+                usage = Usage(*(facts.pop(f.name) for f in dataclasses.fields(Usage)))
+                text = zlib.decompress(row[0]).decode(errors="surrogatepass")
+                return Stored(Reply(text, truncated=False, usage=usage, **facts), model, outcome)
         return None
 
     def put(self, key: str, stored: Stored) -> None:
         """Keep a usable reply; the first one of a key stays."""
-        facts = {f.name: getattr(stored, f.name) for f in dataclasses.fields(stored) if f.name != "reply"}
-        blob = zlib.compress(stored.reply.encode(errors="surrogatepass"), 6)
+        reply = stored.reply
+        facts = {name: getattr(reply, name) for name in _FACTS} | dataclasses.asdict(reply.usage)
+        facts |= {"model": stored.model, "outcome": stored.outcome}
+        blob = zlib.compress(reply.text.encode(errors="surrogatepass"), 6)
         self._own.execute("INSERT OR IGNORE INTO replies VALUES (?, ?, ?)", (key, blob, json.dumps(facts)))
 
     def log(self, record: CallRecord) -> None:
-        """Put an attempt into the ledger."""
+        """Keep what an attempt cost."""
         values = [getattr(record, name) for name in _COLUMNS]
         marks = ", ".join("?" * (len(values) + 1))
         self._own.execute(f"INSERT INTO attempts (at, {', '.join(_COLUMNS)}) VALUES ({marks})", (time.time(), *values))
 
-    def ledger(self) -> Ledger:
+    def spent(self) -> Spent:
         """What all ranks and all processes of this run have spent."""
-        sums = [0, 0, 0.0, 0]
-        for database in (self._own, *self._others):
-            row = database.execute(
-                "SELECT COUNT(*), TOTAL(tokens_in + tokens_out), TOTAL(cost_usd), COUNT(*) - COUNT(cost_usd)"
-                " FROM attempts"
-            ).fetchone()
-            sums = [a + b for a, b in zip(sums, row, strict=True)]
-        return Ledger(int(sums[0]), int(sums[1]), float(sums[2]), int(sums[3]))
+        sums = "TOTAL(cost_usd), TOTAL(tokens_in + tokens_out), COUNT(*), COUNT(*) - COUNT(cost_usd)"
+        rows = [database.execute(f"SELECT {sums} FROM attempts").fetchone() for database in (self._own, *self._others)]
+        usd, *counts = (sum(column) for column in zip(*rows, strict=True))
+        return Spent(float(usd), *map(int, counts))
 
     def served(self, model: str) -> list[tuple[str, str]]:
         """(served model, fingerprint) that this rank has seen for a configured model, oldest first."""

@@ -1,15 +1,16 @@
-"""One cheap call that shows whether a judge works: key, model, JSON."""
+"""One cheap call that shows whether a judge works: its key, its model, its JSON."""
 
 from __future__ import annotations
 
 from draco.core.errors import JudgeCallError, JudgeConfigError, JudgeReplyError
 from draco.core.types import Criterion
+from draco.judge.client import JudgeClient
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.prompts import criteria_block, messages
 from draco.judge.records import CallRecord
 from draco.judge.replies import check_scores
 from draco.judge.requests import JudgeRequest
 from draco.judge.transcript import fence
-from draco.judge.votes import Judge
 
 __all__ = ["ping"]
 
@@ -19,8 +20,12 @@ _CRITERION = Criterion(
 _TRANSCRIPT = "[system]\nYou are an agent.\n[user]\nGreet me.\n[step 1] action:\nHello!\n[transcript ends]\n"
 
 
-async def ping(client: Judge) -> CallRecord:
-    """Have one made-up turn scored by one criterion, past the cache; the verdict itself does not matter.
+async def ping(client: JudgeClient, endpoint: JudgeEndpoint | None = None) -> CallRecord:
+    """Have one made-up turn scored by one criterion, without the cache; the verdict itself does not matter.
+
+    Args:
+        client: the judge.
+        endpoint: another model of it; None: its own and its fallbacks.
 
     Returns:
         the record of the attempt that succeeded.
@@ -38,6 +43,7 @@ async def ping(client: Judge) -> CallRecord:
         sink=records.append,
         task_id="preflight",
         cached=False,
+        endpoint=endpoint,
     )
     try:
         await client.call(request)

@@ -1,35 +1,34 @@
-"""The calls of one group: propose, merge, score, attribute, and what leaves the group on the way (DRACO, Section 3).
+"""The calls of one group: propose, merge, score, attribute, and who leaves the group on the way (DRACO, Section 3).
 
     propose_task (1) → propose_rollout (G) → merge (1) → score (G) → dropout → attribute (G)
 
-About 20 calls for G = 6; 14 where the credit stage needs no citations; 12 or 6 with a static set. What each call shows,
-and whether score and attribution are one, is the plan's choice (`draco.judge.views`); who scores is the panel's
+20 calls for G = 6; 14 where the credit stage needs no citations; 12 or 6 with a static set. What each prompt shows, and
+whether score and attribution are one call, is the view's choice (`draco.judge.views`); who scores is the panel's
 (`draco.judge.votes`).
 
-Who leaves, and when: quarantined rollouts before anything; a rollout whose own call failed, before statistics.
-Dropout and rewards are computed over the members that are left at the end. Dropout is needed before `attribute`, so
-it is computed once over the scored members to know what to attribute, and again if attribution removed somebody. A
-criterion survives only if a member failed it, so that with fewer members no criterion can come back: whatever
-survives the second time was attributed. An override never changes which criteria survive.
+Quarantined rollouts leave before the first call. A rollout whose own call failed leaves before statistics, so dropout
+and rewards are those of the members that are left at the end. `attribute` needs dropout before that: it is computed
+over the scored members, and again after the attributions. A criterion survives only if a member failed it, so with
+fewer members none comes back, and whatever survives at the end was attributed. An override never changes which
+criteria survive.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import torch
-
-from draco.config.checks import one_of
+from draco.config.options import checked
 from draco.core.errors import ConfigError, JudgeConfigError, JudgeError
-from draco.core.types import Criterion, Failure, Group, Judgement, Trajectory, Verdict
+from draco.core.types import Criterion, Failure, Group, Judgement, Trajectory
+from draco.judge.client import JudgeClient
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.prompts import criteria_block, messages, prompt_version
-from draco.judge.records import CallRecord, call_metrics, with_rates
+from draco.judge.records import CallRecord, Counters, call_metrics, with_rates
 from draco.judge.replies import (
-    Assessed,
     Attributed,
     Scored,
     check_assessments,
@@ -38,11 +37,10 @@ from draco.judge.replies import (
     check_scores,
 )
 from draco.judge.requests import JudgeRequest
-from draco.judge.rewards import dropout
-from draco.judge.rewards import rewards as reward_of
 from draco.judge.transcript import Blocks, Caps
-from draco.judge.views import plan_named
-from draco.judge.votes import Ballot, Judge, Panel, Voter, panel_of
+from draco.judge.verdicts import count_scores, judgement_of, surviving
+from draco.judge.views import VIEWS
+from draco.judge.votes import Ballot, Panel, Voter, panel_of
 
 __all__ = ["JudgePipeline"]
 
@@ -64,11 +62,16 @@ class _Run:
     blocks: Blocks
     records: list[CallRecord] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
     deadline: float | None = None  #: time.monotonic() after which calls fail; None = none
 
-    def count(self, name: str, by: float = 1.0) -> None:
-        self.counters[name] = self.counters.get(name, 0.0) + by
+    def need_two(self) -> None:
+        """See that the group has members left to compare."""
+        members = self.group.trajectories
+        if len(members) < 2:
+            reason = f"{len(members)} member(s) left, a group needs 2"
+            self.failures.extend(Failure(t.sample, "group", reason) for t in members)
+            raise _Skipped
 
 
 class _Skipped(Exception):
@@ -96,12 +99,13 @@ async def _together(calls: Sequence[Awaitable[T]]) -> list[T]:
     return [result for result in results if not isinstance(result, BaseException)]
 
 
+@checked("rubric")
 class JudgePipeline:
     """Judges groups with one client. Holds no state but the proposals that `propose_cache="run"` reuses."""
 
     def __init__(
         self,
-        client: Judge,
+        client: JudgeClient,
         caveats: Sequence[str] = (),
         secret: bytes = b"",
         attribution_overrides: Overrides = "ignore",
@@ -113,7 +117,7 @@ class JudgePipeline:
         """Set up a pipeline.
 
         Args:
-            client: carries the calls, and names the plan.
+            client: carries the calls; its options name the view and the members of an ensemble.
             caveats: what a judge should know about the environment; added to every prompt.
             secret: keys the transcript delimiters; at least 16 bytes.
             attribution_overrides: `ignore`: the scored verdict stands in R, and the credit stage leaves an overridden
@@ -121,15 +125,17 @@ class JudgePipeline:
                 both.
             propose_cache: `group`: propose_task once a group; `run`: its criteria are reused for the same task.
             sink: gets a record of every attempt of every call, on the thread of the event loop.
-            caps: longest action and observation that a prompt shows whole.
-            panel: who scores; None: the client's members, or the client alone.
+            caps: longest action and observation that a prompt shows in full.
+            panel: who scores; None: the client's members, or its model alone.
+
+        Raises:
+            ConfigError: an option or the secret cannot work.
         """
         _check_secret(secret)
-        one_of("rubric.attribution_overrides", attribution_overrides, ("ignore", "apply"))
-        one_of("rubric.propose_cache", propose_cache, ("group", "run"))
         self.client = client
-        self.plan = plan_named(client.plan)
-        self.panel = panel or panel_of(client)
+        self.view = VIEWS[client.options.plan]()
+        self.panel = panel or panel_of(client.members, client.options.ensemble)
+        self.endpoint: JudgeEndpoint | None = None  #: whom to ask; None: the client's model and its fallbacks
         self.salt = ""  #: part of every cache key: the adapter's hash where the policy judges
         self.caps = caps or Caps()
         self.caveats = tuple(caveats)
@@ -145,92 +151,6 @@ class JudgePipeline:
         if secret:
             _check_secret(secret)
             self._secret = secret
-
-    # -- the five calls ------------------------------------------------------------------------------------------
-
-    async def propose_task(self, run: _Run) -> tuple[Criterion, ...]:
-        """≤ 15 criteria from the agent's instructions and the request alone."""
-        task = run.group.task
-        if task.id in self.proposals:
-            return self.proposals[task.id]
-        material = self.plan.propose_task(run.blocks, run.group.trajectories[0])
-        found = await self._call(run, "propose_task", material, partial(check_criteria, "propose_task"))
-        # First come, first kept: two groups of one task in a batch must not disagree afterwards.
-        return self.proposals.setdefault(task.id, found) if self.propose_cache == "run" else found
-
-    async def propose_rollout(
-        self, run: _Run, trajectory: Trajectory, known: Sequence[Criterion]
-    ) -> tuple[Criterion, ...]:
-        """≤ 10 criteria that only this execution reveals."""
-        material = self.plan.propose_rollout(run.blocks, trajectory, known)
-        check = partial(check_criteria, "propose_rollout")
-        return await self._call(run, "propose_rollout", material, check, trajectory.sample)
-
-    async def merge(
-        self,
-        run: _Run,
-        members: Sequence[Trajectory],
-        revealed: Mapping[int, Sequence[Criterion]],
-        candidates: Sequence[Criterion],
-    ) -> tuple[Criterion, ...]:
-        """≤ 24 criteria out of all candidates."""
-        material = self.plan.merge(run.blocks, members, revealed, candidates)
-        return await self._call(run, "merge", material, partial(check_criteria, "merge"))
-
-    async def score(
-        self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], voter: Voter
-    ) -> tuple[Scored, ...]:
-        """[K] scores of one trajectory."""
-        material = self.plan.score(run.blocks, trajectory, criteria)
-        return await self._call(run, "score", material, partial(check_scores, criteria), trajectory.sample, voter)
-
-    async def assess(self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], voter: Voter) -> Assessed:
-        """[K] scores and [K] attributions of one trajectory in one call, where the plan joins them."""
-        material = self.plan.score(run.blocks, trajectory, criteria)
-        check = partial(check_assessments, criteria, len(trajectory.steps))
-        return await self._call(run, "assess", material, check, trajectory.sample, voter)
-
-    async def attribute(
-        self, run: _Run, trajectory: Trajectory, criteria: Sequence[Criterion], scored: Sequence[Scored]
-    ) -> tuple[Attributed, ...]:
-        """[K] attributions of one trajectory, for surviving criteria."""
-        material = self.plan.attribute(run.blocks, trajectory, criteria, scored)
-        check = partial(check_attributions, criteria, len(trajectory.steps))
-        return await self._call(run, "attribute", material, check, trajectory.sample)
-
-    async def _call(
-        self,
-        run: _Run,
-        phase: str,
-        material: Sequence[str],
-        check: Callable[[Any], tuple[T, str | None]],
-        sample: int = -1,
-        voter: Voter | None = None,
-    ) -> T:
-        client = voter.client if voter else self.client
-        reply: T = await client.call(
-            JudgeRequest(
-                phase=phase,
-                messages=self.plan.messages(phase, material, self.caveats),
-                check=check,
-                sink=partial(self._record, run),
-                task_id=run.group.task.id,
-                sample=sample,
-                step=run.group.step,
-                deadline=run.deadline,
-                version=self.plan.version(phase),
-                repeat=voter.repeat if voter else 0,
-                salt=self.salt,
-            )
-        )
-        return reply
-
-    def _record(self, run: _Run, record: CallRecord) -> None:
-        run.records.append(record)
-        if self._sink is not None:
-            self._sink(record)
-
-    # -- a group -------------------------------------------------------------------------------------------------
 
     async def judge_group(
         self, group: Group, criteria: Sequence[Criterion] | None = None, citations: bool = True
@@ -252,14 +172,13 @@ class JudgePipeline:
         for t in group.trajectories:
             if t.termination.quarantined:
                 run.failures.append(Failure(t.sample, "rollout", t.termination.value))
-        run.count("judge/members", len(run.group.trajectories))
+        run.counters.count("judge/members", len(run.group.trajectories))
         try:
             judgement = await self._judge(run, criteria, citations)
         except _Skipped:
-            run.count("judge/skipped_groups")
-            run.group = replace(run.group, trajectories=())
-            judgement = Judgement(run.group, (), (), (), ())
-        run.count("judge/failed", sum(f.phase != "rollout" for f in run.failures))
+            run.counters.count("judge/skipped_groups")
+            judgement = Judgement(replace(run.group, trajectories=()), (), (), (), ())
+        run.counters.count("judge/failed", sum(f.phase != "rollout" for f in run.failures))
         metrics = with_rates(run.counters | call_metrics(run.records))
         failures = tuple(sorted(run.failures, key=lambda f: f.sample))
         return replace(judgement, failures=failures, metrics=metrics)
@@ -268,7 +187,7 @@ class JudgePipeline:
         """The set that `judge_group` would judge by; empty where the group was skipped."""
         run = _Run(group.live(), Blocks(self._secret, self.caps))
         try:
-            self._need_two(run)
+            run.need_two()
             return await self._propose(run)
         except _Skipped:
             return ()
@@ -282,64 +201,122 @@ class JudgePipeline:
             sink=self._sink or (lambda record: None),
             version=prompt_version("reduce"),
         )
-        found: tuple[Criterion, ...] = await self.client.call(request)
-        return found
+        return await self.client.call(request)
+
+    # -- a group, step by step -----------------------------------------------------------------------------------
 
     async def _judge(self, run: _Run, criteria: Sequence[Criterion] | None, citations: bool) -> Judgement:
-        self._need_two(run)
-        if criteria is None:
-            criteria = await self._propose(run)
-        criteria = tuple(criteria)
-        run.count("rubric/criteria", len(criteria))
-        run.count("rubric/groups")
-        scored, attributed = await self._scored(run, criteria, citations)
-        self._count_scores(run, scored)
-        kept = self._kept(run, scored)
-        if citations and any(kept) and not self.plan.joint:
-            surviving = [k for k, keep in enumerate(kept) if keep]
-            subset = [criteria[k] for k in surviving]
-
-            async def one(t: Trajectory) -> dict[int, Attributed]:
-                found = await self.attribute(run, t, subset, [scored[t.sample][k] for k in surviving])
-                return dict(zip(surviving, found, strict=True))
-
-            attributed = await self._each(run, "attribute", one)
-            kept = self._kept(run, scored)
-        return self._judgement(run, criteria, scored, attributed, kept)
-
-    async def _scored(
-        self, run: _Run, criteria: tuple[Criterion, ...], citations: bool
-    ) -> tuple[dict[int, tuple[Scored, ...]], dict[int, dict[int, Attributed]]]:
-        """Scores by sample, and attributions by sample and criterion where the plan makes them in the same call."""
-        if not criteria:
-            return {t.sample: () for t in run.group.trajectories}, {}
-        joint = self.plan.joint and citations
-
-        async def ballot(t: Trajectory, voter: Voter) -> Ballot:
-            return (
-                await self.assess(run, t, criteria, voter)
-                if joint
-                else (await self.score(run, t, criteria, voter), None)
-            )
-
-        voters = self.panel.voters
-        decided = self.panel.decide(
-            await self._each(run, "score", lambda t: _together([ballot(t, voter) for voter in voters]))
-        )
-        for name, value in decided.counters.items():
-            run.count(name, value)
-        return decided.scored, decided.attributed
+        run.need_two()
+        criteria = tuple(await self._propose(run) if criteria is None else criteria)
+        run.counters.count("rubric/criteria", len(criteria))
+        run.counters.count("rubric/groups")
+        scored, attributed = await self._score(run, criteria, citations)
+        count_scores(run.group, scored, run.counters)
+        if citations and not self.view.joint:
+            attributed = await self._attribute(run, criteria, scored)
+        apply = self.attribution_overrides == "apply"
+        return judgement_of(run.group, criteria, scored, attributed, run.counters, apply=apply)
 
     async def _propose(self, run: _Run) -> tuple[Criterion, ...]:
-        first = await self._or_skip(run, "propose_task", self.propose_task(run))
-        revealed = await self._each(run, "propose_rollout", lambda t: self.propose_rollout(run, t, first))
-        proposed = [*first, *(c for t in run.group.trajectories for c in revealed[t.sample])]
-        candidates = self.plan.candidates(proposed, run.group.trajectories)
-        run.count("rubric/proposed", len(proposed))
-        run.count("rubric/candidates", len(candidates))
-        return await self._or_skip(run, "merge", self.merge(run, run.group.trajectories, revealed, candidates))
+        """≤ 15 criteria from the request, ≤ 10 from each attempt, and ≤ 24 of them after the merge."""
+        first = await self._or_skip(run, "propose_task", self._propose_task(run))
+
+        async def reveal(t: Trajectory) -> tuple[Criterion, ...]:
+            material = self.view.propose_rollout(run.blocks, t, first)
+            check = partial(check_criteria, "propose_rollout")
+            return await self._call(run, "propose_rollout", material, check, t.sample)
+
+        revealed = await self._each(run, "propose_rollout", reveal)
+        members = run.group.trajectories
+        proposed = [*first, *(c for t in members for c in revealed[t.sample])]
+        candidates = self.view.candidates(proposed, members)
+        run.counters.count("rubric/proposed", len(proposed))
+        run.counters.count("rubric/candidates", len(candidates))
+        material = self.view.merge(run.blocks, members, revealed, candidates)
+        merge = self._call(run, "merge", material, partial(check_criteria, "merge"))
+        return await self._or_skip(run, "merge", merge)
+
+    async def _propose_task(self, run: _Run) -> tuple[Criterion, ...]:
+        task = run.group.task
+        if task.id in self.proposals:
+            return self.proposals[task.id]
+        material = self.view.propose_task(run.blocks, run.group.trajectories[0])
+        found = await self._call(run, "propose_task", material, partial(check_criteria, "propose_task"))
+        # First come, first kept: two groups of one task in a batch must not disagree afterwards.
+        return self.proposals.setdefault(task.id, found) if self.propose_cache == "run" else found
+
+    async def _score(
+        self, run: _Run, criteria: tuple[Criterion, ...], citations: bool
+    ) -> tuple[dict[int, tuple[Scored, ...]], dict[int, dict[int, Attributed]]]:
+        """[K] scores by sample, and attributions by sample and criterion where the view makes them in the same call."""
+        if not criteria:
+            return {t.sample: () for t in run.group.trajectories}, {}
+
+        async def ballot(t: Trajectory, voter: Voter) -> Ballot:
+            material = self.view.score(run.blocks, t, criteria)
+            if self.view.joint and citations:
+                assess = partial(check_assessments, criteria, len(t.steps))
+                return await self._call(run, "assess", material, assess, t.sample, voter)
+            return await self._call(run, "score", material, partial(check_scores, criteria), t.sample, voter), None
+
+        voters = self.panel.voters
+        ballots = await self._each(run, "score", lambda t: _together([ballot(t, voter) for voter in voters]))
+        decided = self.panel.decide(ballots)
+        for name, value in decided.counters.items():
+            run.counters.count(name, value)
+        return decided.scored, decided.attributed
+
+    async def _attribute(
+        self, run: _Run, criteria: Sequence[Criterion], scored: dict[int, tuple[Scored, ...]]
+    ) -> dict[int, dict[int, Attributed]]:
+        """Attributions by sample and criterion, of the criteria that survive dropout."""
+        kept = [k for k, keep in enumerate(surviving(run.group, scored)) if keep]
+        if not kept:
+            return {}
+        subset = [criteria[k] for k in kept]
+
+        async def one(t: Trajectory) -> dict[int, Attributed]:
+            material = self.view.attribute(run.blocks, t, subset, [scored[t.sample][k] for k in kept])
+            check = partial(check_attributions, subset, len(t.steps))
+            return dict(zip(kept, await self._call(run, "attribute", material, check, t.sample), strict=True))
+
+        return await self._each(run, "attribute", one)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self,
+        run: _Run,
+        phase: str,
+        material: Sequence[str],
+        check: Callable[[Any], tuple[T, str | None]],
+        sample: int = -1,
+        voter: Voter | None = None,
+    ) -> T:
+        def keep(record: CallRecord) -> None:
+            run.records.append(record)
+            if self._sink is not None:
+                self._sink(record)
+
+        return await self.client.call(
+            JudgeRequest(
+                phase=phase,
+                messages=self.view.messages(phase, material, self.caveats),
+                check=check,
+                sink=keep,
+                task_id=run.group.task.id,
+                sample=sample,
+                step=run.group.step,
+                deadline=run.deadline,
+                version=self.view.version(phase),
+                repeat=voter.repeat if voter else 0,
+                salt=self.salt,
+                endpoint=(voter and voter.endpoint) or self.endpoint,
+            )
+        )
 
     async def _or_skip(self, run: _Run, phase: str, call: Awaitable[T]) -> T:
+        """The result of a call on the whole group, which is skipped if the call fails."""
         try:
             return await call
         except JudgeConfigError:
@@ -361,76 +338,5 @@ class JudgePipeline:
             else:
                 raise result
         run.group = replace(run.group, trajectories=tuple(t for t in members if t.sample in good))
-        self._need_two(run)
+        run.need_two()
         return good
-
-    def _need_two(self, run: _Run) -> None:
-        if len(run.group.trajectories) < 2:
-            reason = f"{len(run.group.trajectories)} member(s) left, a group needs 2"
-            run.failures.extend(Failure(t.sample, "group", reason) for t in run.group.trajectories)
-            raise _Skipped
-
-    # -- statistics ----------------------------------------------------------------------------------------------
-
-    def _kept(self, run: _Run, scored: dict[int, tuple[Scored, ...]]) -> list[bool]:
-        rows = [[s.score for s in scored[t.sample]] for t in run.group.trajectories]
-        return [bool(k) for k in dropout(torch.tensor(rows, dtype=torch.int64).T)]
-
-    def _count_scores(self, run: _Run, scored: dict[int, tuple[Scored, ...]]) -> None:
-        columns = list(zip(*(scored[t.sample] for t in run.group.trajectories), strict=True))
-        for column in columns:
-            values = [s.score for s in column]
-            run.count("rubric/passes", values.count(1))
-            run.count("rubric/fails", values.count(-1))
-            run.count("rubric/na", values.count(0))
-            run.count("rubric/all_fail_criteria", -1 in values and 1 not in values and 0 not in values)
-
-    def _judgement(
-        self,
-        run: _Run,
-        criteria: tuple[Criterion, ...],
-        scored: dict[int, tuple[Scored, ...]],
-        attributed: dict[int, dict[int, Attributed]],
-        kept: list[bool],
-    ) -> Judgement:
-        members = run.group.trajectories
-        rows = []
-        for k in range(len(criteria)):
-            row = []
-            for t in members:
-                given = scored[t.sample][k]
-                found = attributed.get(t.sample, {}).get(k) if kept[k] else None
-                row.append(self._verdict(run, given, found))
-            rows.append(tuple(row))
-        run.count("rubric/dropped_criteria", kept.count(False))
-        scores = torch.tensor([[v.score for v in row] for row in rows], dtype=torch.int64).reshape(
-            len(rows), len(members)
-        )
-        rewards = reward_of(scores, torch.tensor(kept, dtype=torch.bool))
-        return Judgement(
-            group=run.group,
-            criteria=criteria,
-            verdicts=tuple(rows),
-            dropped=tuple(not keep for keep in kept),
-            rewards=tuple(rewards.tolist()),
-        )
-
-    def _verdict(self, run: _Run, given: Scored, found: Attributed | None) -> Verdict:
-        if found is None:
-            return Verdict(given.score, (), given.justification, given.evidence)
-        run.count("judge/attributed")
-        run.count("judge/attributed_pass_fail", found.verdict != 0)
-        run.count("judge/uncited", found.verdict != 0 and not found.steps)
-        run.count("judge/citations", len(found.steps))
-        run.count("judge/dropped_citations", found.dropped)
-        override = found.verdict if found.verdict != given.score else None
-        run.count("judge/overrides", override is not None)
-        apply = self.attribution_overrides == "apply"
-        return Verdict(
-            score=found.verdict if apply else given.score,
-            steps=found.steps,
-            justification=given.justification,
-            evidence=given.evidence,
-            explanation=found.explanation,
-            override=None if apply else override,
-        )

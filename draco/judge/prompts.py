@@ -1,9 +1,9 @@
-"""The packaged prompt texts and how a call's messages are put together.
+"""The packaged prompt texts, and how the messages of a call are made of them.
 
-What calls share stands first: the system text with the environment's caveats, then the quoted transcript, then the
-criteria, then the instructions of the call. So `propose_rollout`, `score` and `attribute` on one trajectory have a
-common prefix that a provider's prefix cache can hit. The lean plan goes further: the instructions of all its calls are
-in the system text, which so is one prefix for the whole run, and a call ends with its name.
+A prompt begins with what calls have in common: the system text with the environment's caveats, then the quoted
+transcript, then the criteria; the instructions of the call come last. So `propose_rollout`, `score` and `attribute` on
+one trajectory have a common prefix, which a provider's prefix cache can hold. In the lean view the instructions of all
+calls are in the system text, one prefix for the whole run, and a prompt ends with the name of its call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def prompt_version(phase: str) -> str:
 
 @cache
 def lean_version() -> str:
-    """16 hex digits over the packaged texts of the lean plan: any call has all of them."""
+    """16 hex digits over the packaged texts of the lean view: every call has all of them."""
     return hashlib.sha256(f"{prompt_text('system')}\0{prompt_text('lean')}".encode()).hexdigest()[:16]
 
 
@@ -115,7 +115,7 @@ def messages(phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> l
 
 
 def lean_messages(phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> list[dict[str, str]]:
-    """The same for the lean plan, whose instructions are all in the system message."""
+    """The same for the lean view, whose instructions are all in the system message."""
     last = f"# Call: {phase}\nAnswer as {phase} in your instructions says: one JSON object and nothing else.\n"
     system = _system(caveats, prompt_text("lean"))
     return [{"role": "system", "content": system}, {"role": "user", "content": "\n".join((*material, last))}]

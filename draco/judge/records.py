@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draco.core.types import Group, Judgement
 from draco.judge import agreement
 
-__all__ = ["CallRecord", "add_metrics", "call_metrics", "length_metrics", "with_rates"]
+__all__ = ["CallRecord", "Counters", "add_metrics", "call_metrics", "length_metrics", "with_rates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,14 @@ class CallRecord:
     repeat: int = 0  #: 0-based, where one prompt is asked several times
     from_cache: bool = False  #: nothing was sent: tokens, cost and latency are those of the request that was
     estimated: bool = False  #: tokens and cost are, because the provider did not give them
+
+
+class Counters(dict[str, float]):
+    """Sums by name."""
+
+    def count(self, name: str, by: float = 1.0) -> None:
+        """Add to a sum."""
+        self[name] = self.get(name, 0.0) + by
 
 
 def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:

@@ -171,11 +171,10 @@ class JudgedRubric(BaseRubric):
         """
         self.client.load()  # a model of no known provider ends here
         loop = self._background()
-        record = loop.submit(ping(self.pipeline.client)).result()
-        if self.client.members:
-            for voter in self.pipeline.panel.voters:
-                if voter.client.model != self.client.model:
-                    loop.submit(ping(voter.client)).result()
+        record = loop.submit(ping(self.client, self.pipeline.endpoint)).result()
+        for member in self.client.members:
+            if member.model != self.client.model:
+                loop.submit(ping(self.client, member)).result()
         return record
 
     def _background(self) -> BackgroundLoop:
@@ -192,7 +191,7 @@ class JudgedRubric(BaseRubric):
             JudgeConfigError: the provider refused for good.
         """
         loop = self._background()
-        unreachable = self.client.unreachable
+        unreachable = self.client.router.unreachable
         pending: dict[Future[Judgement], Group] = {}
         try:
             for group in groups:
@@ -211,7 +210,7 @@ class JudgedRubric(BaseRubric):
                 yield judgement
             if not alone:
                 self._agree(lost, members)
-            if self.client.unreachable > unreachable:
+            if self.client.router.unreachable > unreachable:
                 self._alive()
         finally:
             for future in pending:
@@ -222,9 +221,9 @@ class JudgedRubric(BaseRubric):
             return await self.pipeline.judge_group(group, criteria, self.needs_citations)
 
     def take(self) -> Taken:
-        changes, self._model_changes = self.client.model_changes - self._model_changes, self.client.model_changes
-        if changes and self._metrics:
-            self._metrics[-1]["judge/model_changes"] = float(changes)
+        before, self._model_changes = self._model_changes, self.client.router.model_changes
+        if self._model_changes > before and self._metrics:
+            self._metrics[-1]["judge/model_changes"] = float(self._model_changes - before)
         taken, seconds = super().take(), self.busy.take()
         if taken.metrics.get("judge/calls"):
             taken.metrics["time/judge_s"] = seconds

@@ -1,57 +1,32 @@
-"""Several votes on every verdict: several models (`judge.members`), or one judge asked k times (`rubric=self_judge`).
+"""Several votes on every verdict: of several models (`judge.members`), or of one judge asked k times (self-judge).
 
     majority    the score with most votes
     unanimous   +1 if all say +1; −1 if any says −1; else 0 (DRACO, Section 3: self-judge with k = 3)
-    weighted    as majority, but a voter counts by its agreement with the others: w_v = the share of all other votes on
-                this group's cells that its own votes equal. Who disagrees with everybody weighs little.
+    weighted    as majority, but the weight of a voter is its agreement with the others: the share of all other votes on
+                this group's cells (criterion × sample) that equal its own
 
-Ties go to the lower score: between −1 and 0 prefer −1. A voter whose call failed fails the trajectory: a verdict of
-fewer voters would be another rule.
+Of tied scores the lower one is taken: −1 before 0, 0 before +1. A voter whose call failed fails the trajectory: a
+verdict of fewer voters would be another rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 
 from draco.core.errors import ConfigError
 from draco.judge.agreement import count_votes
+from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.replies import Attributed, Scored
 
-if TYPE_CHECKING:
-    from draco.judge.requests import JudgeRequest
-
-__all__ = ["RULES", "Ballot", "Decided", "Judge", "Panel", "Voter", "panel_of", "unanimous"]
-
-
-class Judge(Protocol):
-    """What carries calls: `draco.judge.client.JudgeClient`, or a `JudgeMember` of one."""
-
-    @property
-    def model(self) -> str:
-        """litellm's name."""
-        ...
-
-    @property
-    def plan(self) -> str:
-        """paper or lean."""
-        ...
-
-    async def call(self, request: JudgeRequest[Any]) -> Any:
-        """Make one call and return its checked reply."""
-        ...
-
-    def group_deadline(self) -> float | None:
-        """time.monotonic() after which the calls of a group that starts now fail; None: never."""
-        ...
+__all__ = ["RULES", "Ballot", "Decided", "Panel", "Voter", "panel_of", "unanimous"]
 
 
 @dataclass(frozen=True, slots=True)
 class Voter:
     """One vote: whom to ask, and which of several equal questions it is."""
 
-    client: Judge
+    endpoint: JudgeEndpoint | None = None  #: None: whoever makes the other calls
     repeat: int = 0
 
 
@@ -70,7 +45,7 @@ class Decided:
 
 def _most(votes: Sequence[int], weights: Sequence[float]) -> int:
     totals = {score: sum(w for v, w in zip(votes, weights, strict=True) if v == score) for score in (-1, 0, 1)}
-    # Sums of weights differ in their last bits by order alone; such a difference is a tie.
+    # The order of a sum changes its last bits; such a difference is a tie.
     top = max(totals.values())
     return min(score for score, total in totals.items() if score in votes and total >= top - 1e-9)
 
@@ -108,8 +83,8 @@ class Panel:
 
     voters: tuple[Voter, ...]
     rule: str = "majority"
-    first_justifies: bool = False  #: the first voter's reasons go on, whatever it voted (self-judge); else the first
-    #: voter's that voted as the panel did
+    #: whose reasons a verdict has: True: the first voter's, whatever it voted; False: those of the first that agrees
+    first_justifies: bool = False
 
     def decide(self, ballots: Mapping[int, Sequence[Ballot]]) -> Decided:
         """Verdicts of one group.
@@ -154,17 +129,17 @@ def _cited(verdict: int, given: Sequence[Attributed]) -> Attributed:
     return Attributed(verdict, common, given[0].explanation, sum(a.dropped for a in given))
 
 
-def panel_of(client: Any) -> Panel:
-    """The panel that a client's `members` and `ensemble` name; the client alone without members.
+def panel_of(members: Sequence[JudgeEndpoint], rule: str = "majority") -> Panel:
+    """The panel of `judge.members` and `judge.ensemble`; one vote of the judge's own model without members.
 
     Raises:
-        ConfigError: one member, one named twice, or an unknown rule.
+        ConfigError: one member, or one named twice.
     """
-    models = [endpoint.model for endpoint in getattr(client, "members", ())]
+    models = [endpoint.model for endpoint in members]
     if not models:
-        return Panel((Voter(client),))
+        return Panel((Voter(),))
     if len(models) < 2 or len(set(models)) < len(models):
         raise ConfigError(
             f"judge.members is [{', '.join(models)}]; expected two or more different models, or none for judge.model"
         )
-    return Panel(tuple(Voter(voter) for voter in client.voters()), client.ensemble)
+    return Panel(tuple(Voter(endpoint) for endpoint in members), rule)

@@ -17,7 +17,7 @@ from support.runs import rows_of, same
 
 from draco.env.desk.judge.reading import read_prompt
 from draco.env.desk.judge.replies import reply
-from draco.judge.cache import Ledger, Store
+from draco.judge.cache import Spent, Store
 from draco.run.archive import step_folders
 from draco.run.checkpoint import checkpoints
 
@@ -57,9 +57,9 @@ def options(judge: Judge, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def ledger(folder: Path) -> Ledger:
+def spent(folder: Path) -> Spent:
     store = Store(folder / "judge")
-    found = store.ledger()
+    found = store.spent()
     store.close()
     return found
 
@@ -67,12 +67,12 @@ def ledger(folder: Path) -> Ledger:
 def test_a_cap_holds_over_all_ranks_and_a_higher_one_goes_on(judge: Judge, tmp_path: Path) -> None:
     ((codes, said),) = run(tmp_path, [{"name": "whole", "ranks": 2, "overrides": options(judge, "run=whole")}])
     assert codes == [0, 0], said
-    cap = int(ledger(tmp_path / "whole").tokens * 0.6)
+    cap = int(spent(tmp_path / "whole").tokens * 0.6)
     capped = options(judge, "run=cut", f"judge.max_tokens_total={cap}")
     ((codes, said),) = run(tmp_path, [{"name": "cut", "ranks": 2, "overrides": capped}])
     assert 0 not in codes
     assert f"judge.max_tokens_total={cap} would be passed" in said
-    assert cap / 3 < ledger(tmp_path / "cut").tokens <= cap
+    assert cap / 3 < spent(tmp_path / "cut").tokens <= cap
     assert len(checkpoints(tmp_path / "cut")) > 0
     higher = ["resume=cut", "judge.max_tokens_total=null"]
     ((codes, said),) = run(tmp_path, [{"name": "on", "ranks": 2, "overrides": higher}])

@@ -114,7 +114,7 @@ def test_a_cap_stops_the_run_with_its_state_and_a_higher_one_goes_on(
         train(*options, f"judge.max_tokens_total={int(step * 1.4)}", f"run={run}")
     assert len(step_folders(run)) == 1
     store = Store(run / "judge")
-    assert store.ledger().tokens <= step * 1.4
+    assert store.spent().tokens <= step * 1.4
     store.close()
     train(f"resume={run}", "judge.max_tokens_total=100000000")
     assert same(run, undisturbed)

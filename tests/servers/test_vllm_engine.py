@@ -645,8 +645,8 @@ def test_the_policy_judges_through_the_served_adapter(
         run(engine, policy, rollouts(policy))
         base, name, key = engine.judge_endpoint()
         assert name.startswith(f"draco-v{version:06d}-")
-        member = judge.with_model(f"hosted_vllm/{name}", api_base=base, api_key=key)
-        record = BackgroundLoop.shared().submit(ping(member)).result(300)  # type: ignore[arg-type]
+        served = judge.endpoint(f"hosted_vllm/{name}", api_base=base, api_key=key)
+        record = BackgroundLoop.shared().submit(ping(judge, served)).result(300)
         assert (record.outcome, record.served_model.split("/")[-1]) == ("ok", name)
         assert "s3cret" not in repr(record)
     BackgroundLoop.shared().submit(judge.aclose()).result(300)

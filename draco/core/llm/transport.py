@@ -150,7 +150,7 @@ class Transport:
         try:
             # Not every provider honours litellm's timeout, and a stalled call must not hold its caller for ever.
             async with asyncio.timeout(timeout_s):
-                response = await litellm.acompletion(messages=list(messages), **arguments)
+                response = await litellm.acompletion(messages=[dict(m) for m in messages], **arguments)
         except Exception as error:
             fault = fault_of(error, self.redact)
             fault.latency_s = time.perf_counter() - started

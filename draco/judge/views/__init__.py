@@ -1,23 +1,19 @@
-"""What the judge is shown in each call, and into how many calls a judgement is cut: `judge.plan=paper|lean`."""
+"""What each prompt shows, and whether score and attribution are one call: `judge.plan=paper|lean` chooses the view.
+
+base.py    the interface: `View`
+paper.py   five kinds of call, every attempt in full
+lean.py    fewer calls, shorter prompts
+dedup.py   which proposed criteria are the same
+size.py    how long the prompts may become
+"""
 
 from __future__ import annotations
 
-from draco.core.errors import ConfigError
-from draco.judge.views.base import Plan
-from draco.judge.views.lean import LeanPlan
-from draco.judge.views.paper import PaperPlan
+from draco.judge.views.base import View
+from draco.judge.views.lean import LeanView
+from draco.judge.views.paper import PaperView
 
-__all__ = ["PLANS", "LeanPlan", "PaperPlan", "Plan", "plan_named"]
+__all__ = ["VIEWS", "LeanView", "PaperView", "View"]
 
-PLANS: dict[str, type[Plan]] = {"paper": PaperPlan, "lean": LeanPlan}
-
-
-def plan_named(name: str) -> Plan:
-    """The plan of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in PLANS:
-        raise ConfigError(f"judge.plan is {name!r}, expected {' or '.join(PLANS)}")
-    return PLANS[name]()
+#: by the value of `judge.plan`
+VIEWS: dict[str, type[View]] = {"paper": PaperView, "lean": LeanView}

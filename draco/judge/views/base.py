@@ -1,4 +1,4 @@
-"""The interface of a plan."""
+"""The interface of a view."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from draco.core.types import Criterion, Trajectory
 from draco.judge.replies import Scored
 from draco.judge.transcript import Blocks
 
-__all__ = ["Material", "Plan"]
+__all__ = ["Material", "View"]
 
 #: what stands between the system text and the last words of a prompt, in order
 Material = list[str]
 
 
-class Plan(ABC):
+class View(ABC):
     """Makes the prompts of one group's calls. Has no state."""
 
-    name: ClassVar[str]
-    joint: ClassVar[bool]  #: True: one `assess` call scores and attributes
+    name: ClassVar[str]  #: the value of `judge.plan`
+    joint: ClassVar[bool]  #: True: one `assess` call scores and attributes; False: there is `attribute`
 
     @abstractmethod
     def messages(self, phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> list[dict[str, str]]:
@@ -59,9 +59,5 @@ class Plan(ABC):
     def attribute(
         self, blocks: Blocks, trajectory: Trajectory, criteria: Sequence[Criterion], scored: Sequence[Scored]
     ) -> Material:
-        """One attempt and the criteria with their verdicts. Plans that are not `joint` have it.
-
-        Raises:
-            TypeError: the plan attributes in `assess`.
-        """
-        raise TypeError(f"judge.plan={self.name} has no such call")
+        """One attempt and the criteria with their verdicts. A joint view has no such call."""
+        raise NotImplementedError

@@ -1,8 +1,8 @@
 """Which proposed criteria say the same in other words, as far as that can be told without a judge.
 
-Names, amounts and objects tell criteria of one task apart, and they are the words that the task and its attempts are
-written in. So two criteria are one when their texts are nearly alike (rapidfuzz) and hold the same of those words in
-the same order: what differs is the proposer's own wording. All further merging is the merge call's matter.
+What tells criteria of one task apart are names, amounts and objects, and these are words of the task or of its
+attempts. So two criteria count as one when their texts are nearly alike (rapidfuzz) and hold the same of those words in
+the same order: then only the proposer's own wording differs. The merge call does all further merging.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["distinct", "vocabulary"]
 
 _WORD = re.compile(r"\w+")
 _NEARLY = 88.0  # percent
-#: words that turn a requirement into another, wherever they come from
+#: words that change a requirement, wherever they come from
 _DECISIVE = frozenset(
     _WORD.findall(
         "no not never none only all every each any both before after until without once twice again first last new old "
         "exact exactly least most more less than"
     )
 )
-#: words that the material is bound to hold and that say nothing
+#: words that every text holds and that say nothing
 _FUNCTION = frozenset(
     _WORD.findall(
         "a an the of to in on at by for from with as that which who it its this these those is are was were "

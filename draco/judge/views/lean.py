@@ -1,11 +1,11 @@
-"""`judge.plan=lean`: fewer calls, more of each prompt shared.
+"""`judge.plan=lean`: fewer calls, and longer common prefixes of prompts.
 
     propose_task (1) → propose_rollout (G) → merge (1) → assess (G)      14 calls for G = 6
 
-Score and attribution are one call. The merge sees every attempt as a digest, with the steps in full that the proposals'
-evidence names as failing; candidates that differ in the proposer's wording alone go to it once. The
-instructions of all calls are in the system text: with it, the opening of a task, and the steps of an attempt, prompts
-begin with what most earlier calls began with too, which is what a provider's prefix cache pays for.
+Score and attribution are one call. The merge sees a digest of every attempt, with those steps in full that the
+proposals' evidence names. Of candidates that differ in wording alone, it sees one. The instructions of all calls are in
+the system text; it is followed by the opening of a task and the steps of an attempt. So a prompt begins like most
+earlier ones, and a provider's prefix cache can hold that part.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from draco.core.types import Criterion, Trajectory
 from draco.judge.prompts import criteria_block, lean_messages, lean_version
 from draco.judge.transcript import Blocks
-from draco.judge.views.base import Material, Plan
+from draco.judge.views.base import Material, View
 from draco.judge.views.dedup import distinct, vocabulary
 
-__all__ = ["LeanPlan", "named_steps"]
+__all__ = ["LeanView", "named_steps"]
 
 _STEPS = re.compile(r"\bsteps?\b[^\d\n]{0,8}(\d+(?:\s*(?:,|-|–|to|and|or|&)+\s*\d+)*)", re.IGNORECASE)
 _RANGE = re.compile(r"(\d+)(?:\s*(?:-|–|to)\s*(\d+))?")
 _LONGEST_RANGE = 10  # "steps 2-40" points at nothing
 
 
-class LeanPlan(Plan):
-    """About half of the paper plan's tokens, or less."""
+class LeanView(View):
+    """About half of the paper view's tokens, or less."""
 
     name = "lean"
     joint = True

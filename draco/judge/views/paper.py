@@ -11,12 +11,12 @@ from draco.core.types import Criterion, Trajectory
 from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.replies import Scored
 from draco.judge.transcript import Blocks
-from draco.judge.views.base import Material, Plan
+from draco.judge.views.base import Material, View
 
-__all__ = ["PaperPlan"]
+__all__ = ["PaperView"]
 
 
-class PaperPlan(Plan):
+class PaperView(View):
     """As published."""
 
     name = "paper"

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from draco.config.checks import whole
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices, price_of
-from draco.judge.client import prices_of
-from draco.judge.context import needed_context
+from draco.judge.options import prices_of
+from draco.judge.views.size import needed_context
 from draco.run.launch import sharded
 from draco.study.planner.hardware import Assumptions, Gpu, gpu_named
 from draco.study.planner.judge import (

@@ -398,7 +398,7 @@ class Town:
         fake.acompletion = acompletion  # type: ignore[method-assign]
         self.now = 0.0
         self.judge = client(fake, **({"fallbacks": ["fake-judge/n"], "fallback_s": 60.0} | options))
-        self.judge.breaker._clock = lambda: self.now
+        self.judge.router.breaker._clock = lambda: self.now
 
     def ask(self, times: int = 1) -> str:
         """Models in the order in which they were asked, by calls that start together."""
@@ -459,9 +459,9 @@ def test_a_trial_that_is_cancelled_leaves_the_next_one_to_another(fake: FakeJudg
     town = Town(fake, max_retries=0)
     assert town.ask() == "mn"
     town.now = 61.0
-    assert town.judge.breaker.enter(town.judge.endpoints[0].place) == "try"
+    assert town.judge.router.breaker.enter(town.judge.endpoints[0].place) == "try"
     assert town.ask() == "n"
-    town.judge.breaker.left(town.judge.endpoints[0].place)
+    town.judge.router.breaker.left(town.judge.endpoints[0].place)
     assert town.ask() == "mn"
 
 
@@ -524,7 +524,7 @@ def test_a_cancelled_call_is_recorded_and_gives_its_slot_back(fake: FakeJudge) -
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not judge._slot().locked()
+        assert not judge.router.slot().locked()
 
     asyncio.run(run())
     assert [r.outcome for r in records] == ["cancelled"]

@@ -42,7 +42,7 @@ def test_rules(rule: str, votes: list[int], verdict: int) -> None:
 
 def test_voters_that_never_agree_weigh_nothing_and_the_lowest_vote_holds() -> None:
     assert RULES["weighted"]([1, 0], [0.0, 0.0]) == 0
-    panel = Panel(tuple(Voter(client(FakeJudge()), i) for i in range(2)), "weighted")
+    panel = Panel(tuple(Voter(repeat=i) for i in range(2)), "weighted")
     decided = panel.decide({0: [(scored(1, -1, name="a"), None), (scored(-1, 0, name="b"), None)]})
     assert [s.score for s in decided.scored[0]] == [-1, -1]
 
@@ -51,18 +51,8 @@ def scored(*scores: int, name: str) -> tuple[Scored, ...]:
     return tuple(Scored(s, f"e{name}", f"j{name}") for s in scores)
 
 
-class Nobody:
-    model, plan = "nobody", "paper"
-
-    async def call(self, request: Any) -> Any:
-        raise AssertionError
-
-    async def aclose(self) -> None:
-        pass
-
-
 def panel(n: int, rule: str, **options: Any) -> Panel:
-    return Panel(tuple(Voter(Nobody(), i) for i in range(n)), rule, **options)
+    return Panel(tuple(Voter(repeat=i) for i in range(n)), rule, **options)
 
 
 def test_weighted_votes_count_by_agreement() -> None:
@@ -158,7 +148,7 @@ def test_a_failed_member_fails_the_trajectory(plan: str) -> None:
 )
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        panel_of(client(FakeJudge(), **options))
+        JudgePipeline(client(FakeJudge(), **options), secret=SECRET)
 
 
 def test_one_judge_logs_no_agreement() -> None:
@@ -196,8 +186,8 @@ def test_members_are_asked_where_the_judge_is() -> None:
     own = {"model": "hosted_vllm/b", "api_base": "http://127.0.0.1:8/v1"}
     keyed = {"model": "hosted_vllm/c", "api_key": "c-key-12345"}
     judge = JudgeClient("hosted_vllm/a", api_base=HERE, api_key="a-key-12345", members=["hosted_vllm/a", own, keyed])
-    places = [(v.client.endpoint.model, v.client.endpoint.api_base, v.client.endpoint.api_key)  # type: ignore[attr-defined]
-              for v in panel_of(judge).voters]  # fmt: skip
+    voters = panel_of(judge.members).voters
+    places = [(v.endpoint.model, v.endpoint.api_base, v.endpoint.api_key) for v in voters if v.endpoint]
     assert places == [
         ("hosted_vllm/a", HERE, "a-key-12345"),
         ("hosted_vllm/b", "http://127.0.0.1:8/v1", None),  # nobody else gets the judge's key

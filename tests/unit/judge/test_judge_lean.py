@@ -9,7 +9,7 @@ from typing import Any
 
 import litellm
 import pytest
-from prefix_cache import BLOCK, PrefixCache, prompt_usage
+from prefix_cache import BLOCK, PrefixCache, prompt_tokens
 from support.desk_rollouts import play
 from support.factory import CRITERIA, group, trajectory
 from support.fake_judge import FakeJudge, client
@@ -216,7 +216,7 @@ def test_the_scripted_judge_says_the_same_under_both_plans_at_half_the_tokens() 
     assert [j.rewards for j in paper] == [j.rewards for j in lean]
 
     def uncached(calls: list[CallRecord]) -> int:
-        usage = prompt_usage(calls, lambda text: litellm.encode(model="gpt-4o", text=text))
+        usage = prompt_tokens(calls, lambda text: litellm.encode(model="gpt-4o", text=text))
         return sum(u.uncached for u in usage.values())
 
     assert uncached(lean_calls) <= 0.5 * uncached(paper_calls)
@@ -244,7 +244,7 @@ def test_half_the_tokens_of_long_rollouts_too(fake: FakeJudge) -> None:
     for plan in ("paper", "lean"):
         records: list[CallRecord] = []
         judge(FakeJudge(), g, {"sink": records.append}, plan)
-        spent[plan] = sum(u.uncached for u in prompt_usage(records, lambda text: text.split()).values())
+        spent[plan] = sum(u.uncached for u in prompt_tokens(records, lambda text: text.split()).values())
     assert spent["lean"] <= 0.5 * spent["paper"]
 
 
@@ -262,11 +262,11 @@ def test_cache_model() -> None:
 def test_calls_that_start_together_do_not_hit_each_other_and_steps_begin_cold(fake: FakeJudge) -> None:
     records: list[CallRecord] = []
     judge(fake, group(2, observation="w " * 2000), {"sink": records.append}, plan="paper")
-    usage = prompt_usage(records, lambda text: text.split())
+    usage = prompt_tokens(records, lambda text: text.split())
     assert usage["propose_rollout"].cached == 0
     assert usage["score"].cached > 2 * 5000
     later = [replace(r, step=r.step + (r.phase == "score")) for r in records]
-    assert prompt_usage(later, lambda text: text.split())["score"].cached == 0
+    assert prompt_tokens(later, lambda text: text.split())["score"].cached == 0
 
 
 def test_unknown_plan(fake: FakeJudge) -> None:

@@ -15,9 +15,9 @@ from draco.core.llm.faults import retry_after
 from draco.core.llm.money import Prices, Usage
 from draco.core.llm.redact import Redactor
 from draco.judge.budget import Spend
-from draco.judge.client import prices_of
 from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.limits import Pace
+from draco.judge.options import prices_of
 
 
 class Clock:

@@ -25,8 +25,8 @@ from draco.env.desk.judge.reading import read_prompt
 from draco.env.desk.judge.replies import reply
 from draco.judge import local
 from draco.judge.busy import Busy
-from draco.judge.client import JudgeClient, JudgeMember
-from draco.judge.context import needed_context
+from draco.judge.client import JudgeClient
+from draco.judge.views.size import needed_context
 from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy
 from draco.rollout.engines import Engine
@@ -176,7 +176,7 @@ def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(policy: P
     made.open(RunContext(engine=TransformersEngine()))
     made.ready(policy)
     small = group(2, step=0)
-    made.pipeline.plan.messages = lambda phase, material, caveats: [  # type: ignore[method-assign]
+    made.pipeline.view.messages = lambda phase, material, caveats: [  # type: ignore[method-assign]
         {"role": "system", "content": "judge"},
         {"role": "user", "content": f"# Call: {phase}"},
     ]
@@ -217,19 +217,19 @@ def test_an_endpoint_gets_the_calls_under_the_adapters_name(brain: Any) -> None:
     made.open(RunContext(engine=serving))  # type: ignore[arg-type]
     made.ready(brain)
     made.before_group(group(2))
-    chosen = made.pipeline.client
-    assert isinstance(chosen, JudgeMember)
-    assert chosen.client is made.client
+    chosen = made.pipeline.endpoint
+    assert chosen is not None
     assert chosen.model == "hosted_vllm/policy-v3"
     assert made.pipeline.salt == local.adapter_hash(brain)
-    assert chosen.endpoint.api_key == "key-12345678"
+    assert chosen.api_key == "key-12345678"
     assert made.client.redact("a key-12345678") == "a [redacted]"
     made.attend([Future()])  # nothing to answer here
     made.before_group(group(2))  # of the same batch
-    assert made.pipeline.client is chosen
+    assert made.pipeline.endpoint is chosen
     made.judge([])  # the next one: whoever serves the policy is asked anew
     made.before_group(group(2))
-    assert made.pipeline.client.model == "hosted_vllm/policy-v4"
+    assert made.pipeline.endpoint is not None
+    assert made.pipeline.endpoint.model == "hosted_vllm/policy-v4"
     named = SelfJudgeRubric(policy_client(), max_reply_tokens=64, api_base="http://x/v1", model="fake-judge/p{version}")
     named.open(RunContext(engine=serving))  # type: ignore[arg-type]
     named.ready(brain)
@@ -281,7 +281,7 @@ def test_the_tiny_policy_is_refused_by_name_and_the_option_composes() -> None:
     with pytest.raises(ConfigError, match="policy=tiny"):
         instantiate_group(compose_config(["rubric=self_judge"]).rubric)
     made = instantiate_group(compose_config(["rubric=self_judge", "policy=smollm2", "judge.plan=lean"]).rubric)
-    assert (made.k, made.thinking, made.pipeline.plan.name) == (3, True, "lean")
+    assert (made.k, made.thinking, made.pipeline.view.name) == (3, True, "lean")
 
 
 def test_the_adapters_hash(policy: Policy, brain: Any) -> None:

@@ -1,4 +1,4 @@
-"""The cache and the ledger: what is asked again and what is not, over processes and ranks."""
+"""The cache and the sums of attempts: what is asked again and what is not, over processes and ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from support.factory import CRITERIA, group
 from support.fake_judge import FakeJudge, client
 
 from draco.core.errors import ConfigError, TrainingStopped
+from draco.core.llm.money import Usage
+from draco.core.llm.transport import Reply
 from draco.core.types import Group, Judgement
 from draco.judge.cache import Store, Stored, key_of
 from draco.judge.client import JudgeClient
@@ -25,7 +27,7 @@ SECRET = b"0123456789abcdef"
 
 
 def stored(reply: str = "r") -> Stored:
-    return Stored(reply, "m", "m-1", "fp", "ok", 10, 5, 2, None, 0.5)
+    return Stored(Reply(reply, False, "m-1", "fp", Usage(10, 5, 2), None, 0.5), "m", "ok")
 
 
 def test_a_database_is_whole_before_other_ranks_can_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +130,13 @@ def test_a_stored_reply_that_todays_checks_refuse_is_asked_again(tmp_path: Path,
     assert not judgement.failures
 
 
-def test_the_ledger_counts_every_request_once_and_survives(fake: FakeJudge, tmp_path: Path) -> None:
+def test_the_database_counts_every_request_once_and_survives(fake: FakeJudge, tmp_path: Path) -> None:
     fake.overrides["score"] = lambda text, n: "nonsense" if n == 1 else None
     judged(fake, tmp_path)
     judged(fake, tmp_path)  # from the cache: nothing to pay
     store = Store(tmp_path / "judge")
-    ledger = store.ledger()
-    assert (ledger.attempts, ledger.tokens, ledger.unpriced) == (9, 9 * 15, 9)
+    spent = store.spent()
+    assert (spent.attempts, spent.tokens, spent.unpriced) == (9, 9 * 15, 9)
     rows = store._own.execute("SELECT phase, outcome, COUNT(*) FROM attempts GROUP BY 1, 2 ORDER BY 1, 2").fetchall()
     assert rows == [("attribute", "ok", 3), ("score", "ok", 3), ("score", "reask", 3)]
     store.close()
@@ -205,7 +207,7 @@ def test_a_changed_model_is_noticed_once_and_across_processes(
     assert not caplog.records
     name[0] = "v2"
     _, _, judge = judged(fake, tmp_path, seed=1)
-    assert judge.model_changes == 1
+    assert judge.router.model_changes == 1
     (message,) = [r.getMessage() for r in caplog.records if "now served" in r.getMessage()]
     assert "v2 / fp, before as v1 / fp" in message
     name[0] = "v3"

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from draco.cli import run
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices, Usage, price_of
-from draco.judge.client import prices_of
+from draco.judge.options import prices_of
 from draco.policy.attention import pack_attention, packed_inputs
 from draco.policy.structure import hidden_states, output_head
 from draco.run.archive import read_table
