@@ -1,23 +1,26 @@
-"""A blind sheet of sampled verdicts for a person to rate, and what the ratings say about the judge."""
+"""A blind sheet of sampled verdicts for a person to rate, and how far the judge agrees with the ratings."""
 
 from __future__ import annotations
 
 import csv
+import io
 import random
 import sys
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from draco.core import files
 from draco.core.errors import ConfigError
 from draco.judge.agreement import Agreement, agreement
 from draco.judge.transcript import transcript
-from draco.run.archive import read_table, step_folders
+from draco.run.archive import archived_steps, read_table
 from draco.study.judgements import read_credits
 
 __all__ = ["Calibration", "read_sheet", "write_sheet"]
 
+Key = tuple[int, int, int, int]  #: of a verdict: step, group, criterion, sample
 _COLUMNS = ("id", "rating", "comment", "criterion", "description", "how to judge", "transcript")
 _RATINGS = {
     "pass": 1, "1": 1, "+1": 1, "yes": 1, "fail": -1, "-1": -1, "−1": -1, "no": -1,
@@ -27,7 +30,7 @@ _RATINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A rated sheet against the archive; the person is the reference."""
+    """Agreement of the archived verdicts with a rated sheet; the person is the reference."""
 
     agreement: Agreement
     unrated: int
@@ -37,36 +40,40 @@ def write_sheet(run: Path, count: int) -> Path:
     """audit.csv: `count` verdicts drawn evenly from all, without their score, justification or citations.
 
     Raises:
-        ConfigError: no verdict is archived, or a sheet with ratings is there already.
+        ConfigError: no verdict is archived, or the sheet that is there holds ratings.
     """
     file = run / "audit.csv"
     if file.is_file() and any(row["rating"].strip() for row in _read(file)):
         raise ConfigError(f"{file} holds ratings; move it away before a new sheet is made")
-    keys: list[tuple[int, int, int, int]] = []
-    for folder in step_folders(run):
-        step = int(folder.name.removeprefix("step="))
-        rows = read_table(run, "verdicts", [step]).select(["group", "criterion", "sample"]).to_pylist()
-        keys += [(step, r["group"], r["criterion"], r["sample"]) for r in rows]
+    keys = sorted(_scores(run, archived_steps(run)))
     if not keys:
         raise ConfigError(f"{run}: no verdict is archived, so there is nothing to rate")
-    chosen = random.Random(0).sample(sorted(keys), min(count, len(keys)))
-    temporary = file.with_name(file.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(_COLUMNS)
-        for step in sorted({k[0] for k in chosen}):
-            judged = {c.judgement.group.index: c.judgement for c in read_credits(run, step)}
-            for _, group, k, sample in sorted(key for key in chosen if key[0] == step):
-                criterion = judged[group].criteria[k]
-                (one,) = [t for t in judged[group].group.trajectories if t.sample == sample]
-                texts = (criterion.title, criterion.description, criterion.evaluator_instruction, transcript(one))
-                writer.writerow([f"{step}/{group}/{k}/{sample}", "", "", *map(_cell, texts)])
-    files.publish(temporary, file)
+    chosen = sorted(random.Random(0).sample(keys, min(count, len(keys))))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(_COLUMNS)
+    for step, of_step in groupby(chosen, key=lambda key: key[0]):
+        judged = {c.judgement.group.index: c.judgement for c in read_credits(run, step)}
+        for _, group, k, sample in of_step:
+            criterion = judged[group].criteria[k]
+            (one,) = [t for t in judged[group].group.trajectories if t.sample == sample]
+            texts = (criterion.title, criterion.description, criterion.evaluator_instruction, transcript(one))
+            writer.writerow([f"{step}/{group}/{k}/{sample}", "", "", *map(_cell, texts)])
+    files.write_text(file, text.getvalue())
     return file
 
 
+def _scores(run: Path, steps: Iterable[int]) -> dict[Key, int]:
+    """Archived verdicts of some steps."""
+    return {
+        (step, v["group"], v["criterion"], v["sample"]): v["score"]
+        for step in steps
+        for v in read_table(run, "verdicts", [step]).to_pylist()
+    }
+
+
 def _cell(text: str) -> str:
-    """Text that no spreadsheet takes for a formula."""
+    """The text, marked so that no spreadsheet reads it as a formula."""
     return "'" + text if text.lstrip()[:1] in {"=", "+", "-", "@"} else text
 
 
@@ -87,7 +94,7 @@ def read_sheet(run: Path, file: Path) -> Calibration:
     """
     if not file.is_file():
         raise ConfigError(f"{file}: no such sheet; make one with scripts/report.py RUN audit=100")
-    rated: dict[tuple[int, int, int, int], int] = {}
+    rated: dict[Key, int] = {}
     unrated = 0
     for line, row in enumerate(_read(file), start=1):
         text = row["rating"].strip().lower()
@@ -105,10 +112,7 @@ def read_sheet(run: Path, file: Path) -> Calibration:
         rated[step, group, k, sample] = _RATINGS[text]
     if not rated:
         raise ConfigError(f"{file}: no verdict is rated yet; fill the column rating with pass, fail or n.a.")
-    found: dict[tuple[int, int, int, int], int] = {}
-    for step in Counter(k[0] for k in rated):
-        for v in read_table(run, "verdicts", [step]).to_pylist():
-            found[step, v["group"], v["criterion"], v["sample"]] = v["score"]
-    if missing := [k for k in rated if k not in found]:
+    found = _scores(run, sorted({key[0] for key in rated}))
+    if missing := [key for key in rated if key not in found]:
         raise ConfigError(f"{file}: {'/'.join(map(str, missing[0]))} is no verdict of {run}")
-    return Calibration(agreement((person, found[k]) for k, person in rated.items()), unrated)
+    return Calibration(agreement((person, found[key]) for key, person in rated.items()), unrated)

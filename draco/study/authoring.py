@@ -24,7 +24,7 @@ _CHUNK = 60  #: criteria that one reduce call sees
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A criterion and how base rollouts stand to it."""
+    """A criterion, and how the base rollouts did on it."""
 
     criterion: Criterion
     applicable: float
@@ -33,7 +33,7 @@ class Rated:
 
 
 async def reduce_to_one(pipeline: JudgePipeline, criteria: Sequence[Criterion]) -> tuple[Criterion, ...]:
-    """One general set, by as many rounds of `reduce` calls as it takes.
+    """One general set, made by as many rounds of `reduce` calls as needed.
 
     Raises:
         JudgeReplyError: there is nothing to reduce, or a round does not shrink its input.
@@ -52,21 +52,26 @@ async def reduce_to_one(pipeline: JudgePipeline, criteria: Sequence[Criterion]) 
 
 
 def rate(criteria: Sequence[Criterion], judgements: Sequence[Judgement]) -> list[Rated]:
-    """Shares over all judged groups; `judgements` are all by `criteria`."""
-    out = []
+    """Shares over all judged groups; every judgement is by `criteria`."""
+
+    def share(part: int, total: int) -> float:
+        return part / total if total else 0.0
+
+    found = []
     for k, criterion in enumerate(criteria):
         rows = [[v.score for v in j.verdicts[k]] for j in judgements if j.verdicts]
         scores = [score for row in rows for score in row]
         decided = [score for score in scores if score]
-        out.append(
+        told_apart = sum(1 in row and -1 in row for row in rows)
+        found.append(
             Rated(
                 criterion,
-                len(decided) / len(scores) if scores else 0.0,
-                sum(1 in row and -1 in row for row in rows) / len(rows) if rows else 0.0,
-                decided.count(-1) / len(decided) if decided else 0.0,
+                applicable=share(len(decided), len(scores)),
+                discriminative=share(told_apart, len(rows)),
+                failure_rate=share(decided.count(-1), len(decided)),
             )
         )
-    return out
+    return found
 
 
 def prune(rated: Sequence[Rated], applicable: float, discriminative: float, most: int) -> list[Rated]:

@@ -1,10 +1,10 @@
-"""Finished agent trajectories from elsewhere, as groups: OpenAI chat messages, τ-bench results, labelled rows.
+"""Finished trajectories of other agents, as groups: OpenAI chat messages, τ-bench results, labelled rows.
 
-A step is an assistant turn: its text, then its tool calls; the observation is all that comes before the next one.
-Without a policy there are no token ids (they are −1); n_j is the completion tokens that the log states, or else the
-number of words and signs of the turn. A log that does not say how a trajectory ended leaves its end `unknown`.
+A step is an assistant turn: its text, then its tool calls. The observation is everything before the next turn. There
+are no token ids without a policy (all are −1); n_j is the number of completion tokens that the log gives, or else of
+words and signs in the turn. Where the log does not say how a trajectory ended, its termination is `unknown`.
 
-A `reward` (τ-bench) counts as a label of the whole: 1 or more passes, anything less fails, fractions too.
+A `reward` (τ-bench) is a label of the whole trajectory: 1 or more passes, anything less fails, fractions too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from draco.core.types import Criterion, Failure, Group, Judgement, Message, Step
 from draco.judge.rewards import dropout, rewards
 from draco.study.tau import ENDS
 
+T = TypeVar("T")
 __all__ = ["Outside", "judge_by_labels", "read_groups_of", "too_few"]
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -33,11 +35,11 @@ _SHOWN = 20  #: faults listed in one error
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A file's trajectories."""
+    """The trajectories of a file, and the labels in it."""
 
     form: str  #: chat | tau_bench | tau2 | agent_process_bench
     groups: tuple[Group, ...]
-    #: (task id, sample) → labels by 1-based step, and of the whole; None: the file has none
+    #: (task id, sample) → label of each labelled 1-based step, and label of the whole trajectory
     step_labels: Mapping[tuple[str, int], Mapping[int, int]]
     final_labels: Mapping[tuple[str, int], int]
 
@@ -46,12 +48,23 @@ class _Fault(ValueError):
     """One malformed row; the message names the field."""
 
 
+def _typed(value: Any, kind: type[T], where: str, expected: str) -> T:
+    if not isinstance(value, kind):
+        raise _Fault(f"{where}: expected {expected}, got {type(value).__name__}")
+    return value
+
+
+def _label(value: Any, where: str) -> int:
+    if value not in (-1, 0, 1) or isinstance(value, bool):
+        raise _Fault(f"field {where}: expected −1, 0 or 1, got {value!r}")
+    return int(value)
+
+
 def read_groups_of(path: Path) -> Outside:
     """Read a file; groups are by task id, in order of first appearance.
 
     Raises:
-        ConfigError: no such file, or malformed rows: all are listed with line (or entry) and field, none is left out
-            quietly.
+        ConfigError: no such file, or malformed rows: each is listed with its line (or entry) and field.
     """
     if not path.is_file():
         raise ConfigError(f"input={path}: no such file")
@@ -61,15 +74,13 @@ def read_groups_of(path: Path) -> Outside:
     finals: dict[tuple[str, int], int] = {}
     for where, row in rows:
         try:
-            trajectory, step_labels, final = _trajectory(form, row, len(members[_task_id(form, row)]))
+            task = _task_id(form, row)
+            trajectory, step_labels, final = _trajectory(form, row, len(members[task]))
+            if any(t.sample == trajectory.sample for t in members[task]):
+                field = _FIELDS[form][1]
+                raise _Fault(f"field {field!r}: task {task!r} has a trajectory {trajectory.sample} already")
         except _Fault as fault:
             faults.append(f"{where}: {fault}")
-            continue
-        task = trajectory.task.id
-        if any(t.sample == trajectory.sample for t in members[task]):
-            faults.append(
-                f"{where}: field {_FIELDS[form][1]!r}: task {task!r} has a trajectory {trajectory.sample} already"
-            )
             continue
         members[task].append(trajectory)
         if step_labels is not None:
@@ -107,20 +118,21 @@ def _rows(path: Path) -> tuple[str, list[tuple[str, Any]], list[str]]:
         raise ConfigError(f"{path}: no UTF-8 text (byte {error.start}); save it as UTF-8") from None
     faults: list[str] = []
     try:
-        whole: Any = json.loads(text)
+        content: Any = json.loads(text)
     except ValueError:
-        whole = None
-    if isinstance(whole, dict) and "simulations" in whole:
-        if not isinstance(whole["simulations"], list):
-            kind = type(whole["simulations"]).__name__
-            raise ConfigError(f"{path}: field 'simulations': expected a list, got {kind}")
-        return "tau2", [(f"simulation {i}", r) for i, r in enumerate(whole["simulations"])], faults
-    if isinstance(whole, list):
-        rows = [(f"entry {i}", r) for i, r in enumerate(whole)]
-    elif isinstance(whole, dict):
-        rows = [("line 1", whole)]
+        content = None  # several lines
+    if isinstance(content, dict) and "simulations" in content:
+        try:
+            simulations = _typed(content["simulations"], list, "field 'simulations'", "a list")
+        except _Fault as fault:
+            raise ConfigError(f"{path}: {fault}") from None
+        return "tau2", [(f"simulation {i}", r) for i, r in enumerate(simulations)], faults
+    rows: list[tuple[str, Any]] = []
+    if isinstance(content, list):
+        rows = [(f"entry {i}", r) for i, r in enumerate(content)]
+    elif isinstance(content, dict):
+        rows = [("line 1", content)]
     else:
-        rows = []
         for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at U+2028 within a string
             if line.strip():
                 try:
@@ -141,121 +153,110 @@ def _task_id(form: str, row: Any) -> str:
     if not isinstance(row, dict):
         raise _Fault(f"expected an object, got {type(row).__name__}")
     name = _FIELDS[form][0]
-    if isinstance(row.get(name), bool) or not isinstance(row.get(name), str | int):
-        raise _Fault(f"field {name!r}: expected the task's id, got {row.get(name)!r}")
-    return str(row[name])
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise _Fault(f"field {name!r}: expected the task's id, got {value!r}")
+    return str(value)
 
 
 def _trajectory(form: str, row: Any, default: int) -> tuple[Trajectory, Mapping[int, int] | None, int | None]:
+    """A row's trajectory, the labels of its steps, and that of the whole; `default` is its number within the task."""
     task_id = _task_id(form, row)
-    _, sample_field, messages_field = _FIELDS[form]
+    _, sample_field, field = _FIELDS[form]
     sample = row.get(sample_field, default)
     if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
         raise _Fault(f"field {sample_field!r}: expected a number from 0, got {sample!r}")
-    given = row.get(messages_field)
-    if not isinstance(given, list):
-        raise _Fault(f"field {messages_field!r}: expected a list of messages, got {type(given).__name__}")
+    given = _typed(row.get(field), list, f"field {field!r}", "a list of messages")
     if not given:
-        raise _Fault(f"field {messages_field!r}: is empty")
-    messages = [_message(m, f"{messages_field}[{i}]") for i, m in enumerate(given)]
-    if not any(m.role == "assistant" for m in messages):
-        raise _Fault(f"field {messages_field!r}: no assistant turn in {len(messages)} messages")
-    steps, positions, ids, step_of = _steps(messages, given)
-    instruction = str(row.get("question") or row.get("instruction") or _first_user(messages))
+        raise _Fault(f"field {field!r}: is empty")
+    messages = [_message(m, f"field {field}[{i}]") for i, m in enumerate(given)]
+    turns = [i for i, m in enumerate(messages) if m.role == "assistant"]
+    if not turns:
+        raise _Fault(f"field {field!r}: no assistant turn in {len(messages)} messages")
+    steps = _steps(messages, turns, given)
+    first = next((m.content for m in messages if m.role == "user"), "")
+    instruction = str(row.get("question") or row.get("instruction") or first)
     end = ENDS.get(str(row.get("termination_reason", "")).removeprefix("TerminationReason.").lower())
+    step_of = tuple(j for j, s in enumerate(steps) for _ in range(*s.span))
     trajectory = Trajectory(
         task=Task(task_id, instruction, "outside", task_id),
         sample=sample,
         messages=tuple(messages),
-        token_ids=tuple(ids),
-        step_of=tuple(step_of),
-        logprobs=(0.0,) * len(ids),
-        steps=tuple(steps),
+        token_ids=(-1,) * len(step_of),
+        step_of=step_of,
+        logprobs=(0.0,) * len(step_of),
+        steps=steps,
         termination=end or Termination.UNKNOWN,
         prompt_tokens=0,
         policy_version=0,
         seed=0,
     )
-    return trajectory, _step_labels(row, positions), _final_label(row)
+    return trajectory, _step_labels(row, turns), _final_label(row)
 
 
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise _Fault(f"field {where}: expected an object, got {type(message).__name__}")
+def _message(given: Any, where: str) -> Message:
+    """A message, its tool calls as text."""
+    message = _typed(given, dict, where, "an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _Fault(f"field {where}.role: expected a text, got {role!r}")
+        raise _Fault(f"{where}.role: expected a text, got {role!r}")
     content = message.get("content")
     if isinstance(content, list):
-        for k, part in enumerate(content):
-            if not isinstance(part, dict):
-                raise _Fault(f"field {where}.content[{k}]: expected an object, got {type(part).__name__}")
-        content = "\n".join(str(p.get("text", f"({p.get('type', 'part')})")) for p in content)
-    if content is not None and not isinstance(content, str):
-        raise _Fault(f"field {where}.content: expected a text, got {type(content).__name__}")
-    parts = [content] if content else []
+        parts = [_typed(p, dict, f"{where}.content[{k}]", "an object") for k, p in enumerate(content)]
+        content = "\n".join(str(p.get("text", f"({p.get('type', 'part')})")) for p in parts)
+    texts = [_typed(content, str, f"{where}.content", "a text")] if content is not None else []
     calls = message.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise _Fault(f"field {where}.tool_calls: expected a list, got {type(calls).__name__}")
-    for call in [*(calls or ()), *([message["function_call"]] if message.get("function_call") else ())]:
+    calls = [] if calls is None else _typed(calls, list, f"{where}.tool_calls", "a list")
+    for call in [*calls, *([message["function_call"]] if message.get("function_call") else ())]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _Fault(f"field {where}.tool_calls: expected calls with a function name, got {call!r:.80}")
+            raise _Fault(f"{where}.tool_calls: expected calls with a function name, got {call!r:.80}")
         arguments = function.get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        parts.append(f"{function['name']}({text})")
-    return Message(role, "\n".join(parts))
+        texts.append(f"{function['name']}({text})")
+    return Message(role, "\n".join(t for t in texts if t))
 
 
-def _steps(
-    messages: Sequence[Message], given: Sequence[Mapping[str, Any]]
-) -> tuple[list[Step], list[int], list[int], list[int]]:
-    """Steps, the position of each among the messages, and token ids (−1) with their steps."""
+def _steps(messages: Sequence[Message], turns: Sequence[int], given: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+    """Steps, one an assistant turn.
+
+    Args:
+        messages: of the trajectory.
+        turns: positions of the assistant turns among them.
+        given: the same messages as the file has them, for the numbers of tokens.
+    """
     steps: list[Step] = []
-    positions = [i for i, m in enumerate(messages) if m.role == "assistant"]
-    ids: list[int] = []
-    step_of: list[int] = []
-    for j, (at, stop) in enumerate(zip(positions, [*positions[1:], len(messages)], strict=True)):
+    start = 0
+    for j, (at, stop) in enumerate(pairwise([*turns, len(messages)]), start=1):
         usage = given[at].get("usage") or {}
         stated = usage.get("completion_tokens") if isinstance(usage, dict) else None
         count = stated if isinstance(stated, int) and stated > 0 else max(len(_WORDS.findall(messages[at].content)), 1)
         after = [
             m.content if m.role in {"tool", "function"} else f"({m.role}) {m.content}" for m in messages[at + 1 : stop]
         ]
-        steps.append(Step(j + 1, (len(ids), len(ids) + count), messages[at].content, "\n".join(after), j + 1))
-        ids += [-1] * count
-        step_of += [j] * count
-    return steps, positions, ids, step_of
+        steps.append(Step(j, (start, start + count), messages[at].content, "\n".join(after), j))
+        start += count
+    return tuple(steps)
 
 
-def _first_user(messages: Sequence[Message]) -> str:
-    return next((m.content for m in messages if m.role == "user"), "")
-
-
-def _step_labels(row: Mapping[str, Any], positions: Sequence[int]) -> Mapping[int, int] | None:
-    labels = row.get("step_labels")
-    if labels is None:
+def _step_labels(row: Mapping[str, Any], turns: Sequence[int]) -> Mapping[int, int] | None:
+    """Labels by 1-based step; the file has them by position of the message."""
+    if row.get("step_labels") is None:
         return None
-    if not isinstance(labels, dict):
-        raise _Fault(f"field 'step_labels': expected message index → −1, 0 or 1, got {type(labels).__name__}")
     found = {}
-    for index, label in labels.items():
-        if label not in (-1, 0, 1) or isinstance(label, bool):
-            raise _Fault(f"field 'step_labels'[{index}]: expected −1, 0 or 1, got {label!r}")
-        if not str(index).isdigit() or int(index) not in positions:
+    for index, value in _typed(row["step_labels"], dict, "field 'step_labels'", "message index → −1, 0 or 1").items():
+        label = _label(value, f"'step_labels'[{index}]")
+        if not str(index).isdigit() or int(index) not in turns:
             raise _Fault(f"field 'step_labels'[{index}]: message {index} is no assistant turn")
-        found[positions.index(int(index)) + 1] = int(label)
+        found[turns.index(int(index)) + 1] = label
     return found
 
 
 def _final_label(row: Mapping[str, Any]) -> int | None:
+    """Label of the whole trajectory: as given, or from its reward."""
     if (label := row.get("final_label")) is not None:
-        if label not in (-1, 0, 1) or isinstance(label, bool):
-            raise _Fault(f"field 'final_label': expected −1, 0 or 1, got {label!r}")
-        return int(label)
-    info = row.get("reward_info") or {}
-    if not isinstance(info, dict):
-        raise _Fault(f"field 'reward_info': expected an object, got {type(info).__name__}")
+        return _label(label, "'final_label'")
+    info = _typed(row.get("reward_info") or {}, dict, "field 'reward_info'", "an object")
     reward = row.get("reward", info.get("reward"))
     if reward is None:
         return None
@@ -265,9 +266,9 @@ def _final_label(row: Mapping[str, Any]) -> int | None:
 
 
 def too_few(group: Group) -> Judgement | None:
-    """What becomes of a group with fewer than two usable trajectories: failures, and nobody is asked; None: it has two.
+    """The judgement, made without a call, of a group with fewer than two usable trajectories; None: it has two.
 
-    A log has tasks that ran once. They are no fault of the judge and must not look like one.
+    Logs hold tasks that ran once. That is no fault of the judge and must not look like one.
     """
     live = group.live().trajectories
     if len(live) >= 2:
@@ -283,9 +284,10 @@ def too_few(group: Group) -> Judgement | None:
 
 
 def judge_by_labels(outside: Outside) -> Iterator[Judgement]:
-    """The published labels as verdicts: one criterion a step position (cites that step), one for the result.
+    """The labels of a file as verdicts: one criterion for each step position (it cites that step), one for the result.
 
-    A label of 0 is not applicable. The result cites no step: it counts in R and in no Q. Dropout and rewards as always.
+    A label of 0 is "not applicable". The result cites no step: it counts in R and in no Q. Dropout and rewards are
+    those of training.
 
     Raises:
         ConfigError: a trajectory has neither kind of label.

@@ -1,4 +1,4 @@
-"""Rewards and credits of an archived step, computed again and compared bit by bit."""
+"""Rewards and credits of an archived step, recomputed and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ RewardOf = Callable[[Judgement, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One value that did not come out again."""
+    """One value that is not equal when it is recomputed."""
 
     step: int
     group: int
-    sample: int  #: −1: of the whole group
+    sample: int  #: −1: the value belongs to the group
     what: str
     archived: object
     recomputed: object
@@ -38,7 +38,7 @@ class StepReplay:
     step: int
     groups: int
     trajectories: int
-    given: int  #: rewards that nothing archived makes (an environment's success): taken as they are
+    given: int  #: rewards that cannot be recomputed (an environment's success) and are taken as archived
     mismatches: tuple[Mismatch, ...]
 
 
@@ -51,22 +51,15 @@ def replay_step(
         run: run folder.
         step: archived step.
         rule: the run's credit stage.
-        reward_of: makes the rewards of groups without criteria; None takes them as given.
-        overridden: the run applied overrides (`attribution_overrides: apply`): the scores that dropout was computed
-            from are replaced in the archive, so that dropout is taken as archived.
+        reward_of: makes the rewards of groups without criteria; None takes them as archived.
+        overridden: the run applied overrides (`attribution_overrides: apply`). The archive does not hold the scores
+            that dropout was computed from, so dropout is taken as archived.
     """
     credits = read_credits(run, step)
-    found: list[Mismatch] = []
-    given = 0
-    for credit in credits:
-        judged = credit.judgement
-        if not judged.criteria and reward_of is None:
-            given += len(judged.rewards)
-        again = _judgement(judged, reward_of, overridden)
-        (new,) = rule.assign([again])
-        found.extend(_compare(credit, new))
-    members = sum(len(c.advantages) for c in credits)
-    return StepReplay(step, len(credits), members, given, tuple(found))
+    again = [_judgement(c.judgement, reward_of, overridden) for c in credits]
+    found = [m for old, judged in zip(credits, again, strict=True) for m in _compare(old, *rule.assign([judged]))]
+    given = 0 if reward_of else sum(len(c.judgement.rewards) for c in credits if not c.judgement.criteria)
+    return StepReplay(step, len(credits), sum(len(c.advantages) for c in credits), given, tuple(found))
 
 
 def _judgement(judged: Judgement, reward_of: RewardOf | None, overridden: bool) -> Judgement:
@@ -81,22 +74,18 @@ def _judgement(judged: Judgement, reward_of: RewardOf | None, overridden: bool) 
 
 def _compare(old: Credit, new: Credit) -> Iterator[Mismatch]:
     group = old.judgement.group
-
-    def differ(sample: int, what: str, a: object, b: object) -> Iterator[Mismatch]:
+    values = [
+        (-1, "dropped criteria", old.judgement.dropped, new.judgement.dropped),
+        (-1, "zero_std", old.zero_std, new.zero_std),
+    ]
+    for i, trajectory in enumerate(group.trajectories):
+        values.append((trajectory.sample, "reward", old.judgement.rewards[i], new.judgement.rewards[i]))
+        for name in ("advantages", "step_advantages", "qualities", "reasons"):
+            what = name if name in ("step_advantages", "qualities") else name.removesuffix("s")
+            values.append((trajectory.sample, what, getattr(old, name)[i], getattr(new, name)[i]))
+    for sample, what, a, b in values:
         if _bits(a) != _bits(b):
             yield Mismatch(group.step, group.index, sample, what, a, b)
-
-    yield from differ(-1, "dropped criteria", old.judgement.dropped, new.judgement.dropped)
-    yield from differ(-1, "zero_std", old.zero_std, new.zero_std)
-    for i, trajectory in enumerate(group.trajectories):
-        for what, a, b in (
-            ("reward", old.judgement.rewards, new.judgement.rewards),
-            ("advantage", old.advantages, new.advantages),
-            ("step_advantages", old.step_advantages, new.step_advantages),
-            ("qualities", old.qualities, new.qualities),
-            ("reason", old.reasons, new.reasons),
-        ):
-            yield from differ(trajectory.sample, what, a[i], b[i])
 
 
 def _bits(value: object) -> object:
