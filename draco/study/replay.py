@@ -74,15 +74,18 @@ def _judgement(judged: Judgement, reward_of: RewardOf | None, overridden: bool) 
 
 def _compare(old: Credit, new: Credit) -> Iterator[Mismatch]:
     group = old.judgement.group
-    values = [
+    columns: list[tuple[str, Sequence[object], Sequence[object]]] = [
+        ("reward", old.judgement.rewards, new.judgement.rewards),
+        ("advantage", old.advantages, new.advantages),
+        ("step_advantages", old.step_advantages, new.step_advantages),
+        ("qualities", old.qualities, new.qualities),
+        ("reason", old.reasons, new.reasons),
+    ]
+    values: list[tuple[int, str, object, object]] = [
         (-1, "dropped criteria", old.judgement.dropped, new.judgement.dropped),
         (-1, "zero_std", old.zero_std, new.zero_std),
     ]
-    for i, trajectory in enumerate(group.trajectories):
-        values.append((trajectory.sample, "reward", old.judgement.rewards[i], new.judgement.rewards[i]))
-        for name in ("advantages", "step_advantages", "qualities", "reasons"):
-            what = name if name in ("step_advantages", "qualities") else name.removesuffix("s")
-            values.append((trajectory.sample, what, getattr(old, name)[i], getattr(new, name)[i]))
+    values += [(t.sample, name, a[i], b[i]) for i, t in enumerate(group.trajectories) for name, a, b in columns]
     for sample, what, a, b in values:
         if _bits(a) != _bits(b):
             yield Mismatch(group.step, group.index, sample, what, a, b)

@@ -1,14 +1,19 @@
 """GPUs by name, and how much of their peak is assumed."""
 
+# ruff: noqa: RUF009 - `_assumed` is `dataclasses.field`
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
-from draco.config.checks import number, whole
+from annotated_types import Gt, Le
+
+from draco.config.options import Count, NonNegative, Positive, checked
 from draco.core.errors import ConfigError
 
 __all__ = ["GPUS", "Assumptions", "Gpu", "gpu_named"]
+
+Fraction = Annotated[float, Gt(0), Le(1)]  #: above 0, up to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +34,30 @@ GPUS = {
 }
 
 
-def _assumed(default: float, about: str, **limits: Any) -> Any:
-    """A field; `limits` are those of `draco.config.options.number`, of `whole` for an integer."""
-    return field(default=default, metadata={"about": about, "limits": {"minimum": 0, **limits}})
+def _assumed(default: float, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
 
 
-def _share(default: float, about: str) -> Any:
-    return _assumed(default, about, maximum=1, above=True)
-
-
+@checked("")
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What nobody can count beforehand. Every one can be given on the command line (`mfu=0.3`).
+    """What cannot be counted beforehand. Every value can be given on the command line (`mfu=0.3`).
 
     Raises:
-        ConfigError: a value that cannot be right, in one line with its range.
+        ConfigError: a value out of its range.
     """
 
-    mfu: float = _share(0.35, "share of peak flops in the update")
-    prefill_mfu: float = _share(0.4, "share of peak flops in vLLM's prefill")
-    decode_efficiency: float = _share(0.5, "share of memory bandwidth in vLLM's decode")
-    tp_efficiency: float = _share(0.85, "speed that is left of a server for every doubling of its GPUs")
-    reserve: float = _assumed(6e9, "bytes a GPU that neither side gets: CUDA, NCCL, fragmentation")
-    response_tokens: float = _assumed(9000, "mean of a trajectory, observations included", above=True)
-    sampled_share: float = _share(0.35, "of them, sampled by the policy; the others are observations")
-    turns: float = _assumed(17, "mean of a trajectory (paper: 18.7 → 14.7)", above=True)
-    judge_latency_s: float = _assumed(30.0, "seconds of one call")
-    judge_concurrency: int = _assumed(64, "calls under way at once", minimum=1)
-    environment_s: float = _assumed(0.3, "seconds of one turn")
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            check = whole if one.type == "int" else number
-            check(one.name, getattr(self, one.name), **one.metadata["limits"])
+    mfu: Fraction = _assumed(0.35, "share of peak flops in the update")
+    prefill_mfu: Fraction = _assumed(0.4, "share of peak flops in vLLM's prefill")
+    decode_efficiency: Fraction = _assumed(0.5, "share of memory bandwidth in vLLM's decode")
+    tp_efficiency: Fraction = _assumed(0.85, "speed that is left of a server for every doubling of its GPUs")
+    reserve: NonNegative = _assumed(6e9, "bytes a GPU that neither side gets: CUDA, NCCL, fragmentation")
+    response_tokens: Positive = _assumed(9000, "mean of a trajectory, observations included")
+    sampled_share: Fraction = _assumed(0.35, "of them, sampled by the policy; the others are observations")
+    turns: Positive = _assumed(17, "mean of a trajectory (paper: 18.7 → 14.7)")
+    judge_latency_s: NonNegative = _assumed(30.0, "seconds of one call")
+    judge_concurrency: Count = _assumed(64, "calls under way at once")
+    environment_s: NonNegative = _assumed(0.3, "seconds of one turn")
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

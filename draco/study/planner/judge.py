@@ -1,8 +1,7 @@
-"""The judge's bill: calls from the configuration, calls and tokens from an archive or stated, prices from litellm."""
+"""The judge's bill: calls by the configuration, their tokens from an archive or as stated here."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +28,11 @@ class Call:
     tokens_in: float
     tokens_out: float
     cached: float = 0.0  #: of `tokens_in`, read from the provider's prefix cache
-    rate: float | None = None  #: calls a group or a rollout; None = as the method has it
+    rate: float | None = None  #: calls a group or a rollout; None = as the method says
 
 
-#: mean tokens of a call where no archive says better; transcripts of about 9,000 tokens, groups of 6. `assess` is the
-#: lean plan's score and attribution in one; its merge sees digests and is smaller than stated here
+#: mean tokens of a call without an archive: transcripts of about 9,000 tokens, groups of 6. `assess` is score and
+#: attribution in one (lean); its merge sees digests and is smaller than stated here
 STATED: dict[str, Call] = {
     "propose_task": Call(4500, 1500),
     "propose_rollout": Call(13500, 1000),
@@ -73,20 +72,18 @@ def archive_calls(run: Path) -> dict[str, Call]:
     Raises:
         FileNotFoundError: the run archived no judge calls.
     """
-    names = ("phase", "tokens_in", "tokens_out", "tokens_cached")
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
-    for row in read_table(run, "judge_calls").select(list(names)).to_pylist():
-        total = sums[row["phase"]]
-        total[0] += 1
-        for i, name in enumerate(names[1:], 1):
-            total[i] += row[name] or 0
-    table = read_table(run, "trajectories")
-    rollouts = table.num_rows
-    groups = len(set(zip(table["step"].to_pylist(), table["group"].to_pylist(), strict=True)))
-    return {
-        phase: Call(i / n, o / n, c / n, n / (groups if phase in _OF_GROUP else rollouts))
-        for phase, (n, i, o, c) in sums.items()
-    }
+    names = ("tokens_in", "tokens_out", "tokens_cached")
+    calls = read_table(run, "judge_calls").select(["phase", *names]).group_by("phase", use_threads=False)
+    sums = calls.aggregate([(name, "sum") for name in names] + [("phase", "count")]).to_pylist()
+    rollouts = read_table(run, "trajectories").select(["step", "group"])
+    groups = rollouts.group_by(["step", "group"]).aggregate([]).num_rows
+    found = {}
+    for row in sums:
+        n = row["phase_count"]
+        tokens_in, tokens_out, cached = ((row[f"{name}_sum"] or 0) / n for name in names)
+        rate = n / (groups if row["phase"] in _OF_GROUP else rollouts.num_rows)
+        found[row["phase"]] = Call(tokens_in, tokens_out, cached, rate)
+    return found
 
 
 def expected_calls(most: Mapping[str, float], means: Mapping[str, Call], groups: int, members: int) -> dict[str, float]:
@@ -103,7 +100,7 @@ def bill(calls: Mapping[str, float], means: Mapping[str, Call], price: Prices | 
 
     Args:
         calls: by phase.
-        means: by phase; one that is not there is as `STATED`.
+        means: by phase; a phase that it lacks is as `STATED`.
         price: None = unknown.
     """
     phases: dict[str, dict[str, float]] = {}

@@ -1,7 +1,7 @@
-"""Bytes of one GPU during the update: counted where counting is possible, modelled where it is not.
+"""Bytes of one GPU during the update: counted where possible, else modelled.
 
-Activations (gradient checkpointing on) are the inputs of all layers plus what one layer keeps while its backward pass
-runs, in bytes a token (s: bytes of a number; h, f: widths; Q, K: widths of all query and key heads; r: LoRA rank)::
+With gradient checkpointing, activations are the inputs of all layers plus what one layer keeps for its backward pass,
+in bytes a token (s: bytes of a number; h, f: widths; Q, K: widths of all query and key heads; r: LoRA rank)::
 
     norms        2 × (h·s + 4h where s = 2: transformers normalises in float32, 4 h·s / 2 in float32) + 8
     attention    (3 Q + 2 K) s + 4 heads        q, k, v, the kernel's output, the same in its packed order, log-sum-exp
@@ -9,13 +9,13 @@ runs, in bytes a token (s: bytes of a number; h, f: widths; Q, K: widths of all 
     LoRA         lows · r · s                   x Aᵀ of every adapted matrix
     backward     2 f·s + h·s                    gradients alive at the widest point (the MLP product)
 
-A 16-bit base with a float32 adapter (one device, ddp) multiplies the adapter in float32: every adapted matrix keeps a
-float32 copy of its input, 4 Σ in + 4 lows · r, in place of what the norms, the attention and the MLP hand to it
+With a 16-bit base and a float32 adapter (one device, ddp) the adapter computes in float32: every adapted matrix keeps a
+float32 copy of its input, 4 Σ in + 4 lows · r, in place of the outputs of the norms, the attention and the MLP
 (2 h·s + Q·s + f·s), and the widest point holds 4 f more. FSDP2 computes both in 16 bits.
 
 A linear-attention layer (Gated DeltaNet, fused kernels) keeps q, k, v before and after the convolution, gates and
-output instead of the attention line: (4 K_lin + 5 V_lin) s. That line is an estimate; the others are checked against
-tracked tensor bytes in tests/test_plan.py.
+output instead of the attention line: (4 K_lin + 5 V_lin) s. That line is an estimate. Tests compare the others with the
+bytes of tracked tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UpdateMemory:
     """Bytes on one GPU while it updates."""
 
     weights: int  #: base model, or this rank's shard
-    gathered: int  #: layers and head that are whole for a moment (sharded runs)
+    gathered: int  #: layers and head that a sharded run gathers for a moment
     adapter: int
     gradients: int
     optimizer: int
@@ -45,7 +45,7 @@ class UpdateMemory:
 
     @property
     def total(self) -> int:
-        """Peak: the head and a layer's backward pass do not come at the same time."""
+        """Peak: the head and a layer's backward pass never run at the same time."""
         fixed = self.weights + self.gathered + self.adapter + self.gradients + self.optimizer + self.layer_inputs
         return fixed + max(self.layer, self.logits)
 
@@ -82,7 +82,7 @@ def update_memory(
         step_tokens: those of them that train.
         shards: ranks that the model is cut over; 1 = whole on every GPU.
         itemsize: bytes of a base weight.
-        checkpointing: layers keep their input alone.
+        checkpointing: a layer keeps nothing but its input.
     """
     kept, gradients = layer_activation_bytes(size, itemsize, mixed=itemsize < 4 and shards == 1)
     gathered = 0

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draco.core.errors import ConfigError
 from draco.core.files import resolve
 
-__all__ = ["ModelSize", "build", "layer_shards", "model_config", "size_of_model"]
+__all__ = ["ModelSize", "build", "model_config", "size_of_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class ModelSize:
     parameters: int  #: of the base model
     lora_parameters: int
     lora_layers: int  #: adapted matrices in all
-    lora_per_layer: int  #: the same, of one layer at most
-    lora_inputs: int  #: widths of their inputs together, of one layer at most
-    largest_layer: int  #: parameters of the largest decoder layer, adapter excluded
+    lora_per_layer: int  #: adapted matrices of the layer that has most
+    lora_inputs: int  #: sum of the widths of their inputs, of the layer where it is largest
+    largest_layer: int  #: parameters of the largest decoder layer, without its adapter
     outside: int  #: parameters outside the decoder layers: embedding, norm, head
     context: int
 
@@ -70,14 +70,15 @@ def model_config(path: str) -> Any:
     Raises:
         ConfigError: it is none of these.
     """
-    shape = files("draco.study.planner") / "shapes" / f"{path.rsplit('/', 1)[-1].lower()}.json"
+    shapes = files("draco.study.planner") / "shapes"
+    shape = shapes / f"{path.rsplit('/', 1)[-1].lower()}.json"
     if shape.is_file():
         content = json.loads(shape.read_text(encoding="utf-8"))
         return AutoConfig.for_model(content.pop("model_type"), **content)
     folder = Path(resolve(path))
     if (folder / "config.json").is_file():
         return AutoConfig.from_pretrained(folder).get_text_config()
-    known = sorted(p.name.removesuffix(".json") for p in (files("draco.study.planner") / "shapes").iterdir())
+    known = sorted(p.name.removesuffix(".json") for p in shapes.iterdir())
     raise ConfigError(
         f"policy.path={path!r}: no config.json there, and its shape is not shipped (shipped: {', '.join(known)}); pass "
         "a folder that holds the model's config.json"
@@ -129,24 +130,3 @@ def size_of_model(model: nn.Module, config: Any, rank: int) -> ModelSize:
         outside=sum(p.numel() for p in base) - sum(frozen),
         context=getattr(config, "max_position_embeddings", 0),
     )
-
-
-def layer_shards(model: nn.Module, ranks: int) -> list[dict[str, int]]:
-    """Bytes that each rank of `ranks` holds of a meta model after `shard`: exact, counted by shapes.
-
-    FSDP gives rank r the r-th of `ranks` blocks of ⌈rows / ranks⌉ rows of every parameter; the last ones may be short.
-    """
-    rows: list[dict[str, int]] = []
-    for number in range(ranks):
-        base = trainable = 0
-        for parameter in model.parameters():
-            length = parameter.shape[0] if parameter.dim() else 1
-            each = -(-length // ranks)
-            mine = max(min(each, length - number * each), 0)
-            size = parameter.numel() // max(length, 1) * mine * parameter.element_size()
-            if parameter.requires_grad:
-                trainable += size
-            else:
-                base += size
-        rows.append({"base": base, "adapter": trainable})
-    return rows

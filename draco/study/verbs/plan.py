@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
     from draco.config.compose import compose_config
     from draco.run.launch import processes
-    from draco.study.planner.report import make_plan
+    from draco.study.planner.plan import make_plan
 
     with COMMAND.beside_the_configuration():
         config = compose_config([*given.config, "run=plan"])

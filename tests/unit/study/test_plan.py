@@ -41,7 +41,7 @@ from draco.study.planner.judge import (
     implied_tokens,
 )  # fmt: skip
 from draco.study.planner.memory import update_memory
-from draco.study.planner.model import build, layer_shards, model_config, size_of_model
+from draco.study.planner.model import build, model_config, size_of_model
 from draco.study.verbs import plan as plan_script
 from draco.update.logprobs import step_logprobs
 
@@ -66,6 +66,27 @@ def test_the_policies_of_the_paper_are_counted(path: str, parameters: float, lor
     shards = layer_shards(model, 8)
     assert sum(s["base"] for s in shards) == 2 * size.parameters
     assert max(s["base"] for s in shards) < 1.001 * 2 * size.parameters / 8
+
+
+def layer_shards(model: nn.Module, ranks: int) -> list[dict[str, int]]:
+    """Bytes that each rank of `ranks` holds of a meta model after `shard`: exact, counted by shapes.
+
+    FSDP gives rank r the r-th of `ranks` blocks of ⌈rows / ranks⌉ rows of every parameter; the last ones may be short.
+    """
+    rows: list[dict[str, int]] = []
+    for number in range(ranks):
+        base = trainable = 0
+        for parameter in model.parameters():
+            length = parameter.shape[0] if parameter.dim() else 1
+            each = -(-length // ranks)
+            mine = max(min(each, length - number * each), 0)
+            size = parameter.numel() // max(length, 1) * mine * parameter.element_size()
+            if parameter.requires_grad:
+                trainable += size
+            else:
+                base += size
+        rows.append({"base": base, "adapter": trainable})
+    return rows
 
 
 def test_shards_are_those_of_fully_shard_in_a_group_of_eight() -> None:
