@@ -48,53 +48,32 @@ def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
 
     TGC is the share of tasks that succeed, SGC the share of scenarios all of whose tasks succeed *in the same run*;
     both as ``tgc``/``sgc`` (the mean over runs, which is pass^1) and ``…_pass_hat``/``…_pass_at`` for k = 1..n. Faulted
-    rollouts count as failed; rollouts whose evaluator failed have no success at all: they leave the means, and
+    rollouts count as failed. Rollouts whose evaluator failed have no success: they are left out of the means, and
     `unevaluated` counts them. Every mean over nothing is None.
 
     Raises:
         ValueError: tasks with different numbers of runs.
     """
-    runs: dict[str, dict[int, EvalRecord]] = defaultdict(dict)
-    for record in records:
-        runs[record.task_id][record.sample] = record
-    sizes = {len(r) for r in runs.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"expected the same number of runs for every task, got {sorted(sizes)}")
-    n = next(iter(sizes), 0)
-    known = {t: [r[s].success for s in sorted(r)] for t, r in runs.items()}
-    tasks = {t: [bool(x) for x in s] for t, s in known.items() if None not in s}
-    scenario_of = {r.task_id: r.scenario_id for r in records}
-    members: dict[str, list[str]] = defaultdict(list)
-    for task in runs:
-        members[scenario_of[task]].append(task)
-    scenarios = {
-        s: [all(tasks[t][i] for t in ts) for i in range(n)] for s, ts in members.items() if all(t in tasks for t in ts)
-    }
-    difficulty = {r.task_id: r.difficulty for r in records}
-    by_level = {
-        str(level): _mean([_mean(s) for t, s in tasks.items() if difficulty[t] == level])
-        for level in sorted(set(difficulty.values()))
-    }
-    level_of = {scenario_of[t]: level for t, level in difficulty.items()}
-    sgc_by_level = {
-        str(level): _mean([_mean(done) for s, done in scenarios.items() if level_of[s] == level])
-        for level in sorted(set(difficulty.values()))
-    }
+    tasks, scenarios, n = _outcomes(records)
+    levels = sorted({r.difficulty for r in records})
+
+    def by_level(outcomes: Mapping[str, Sequence[bool]], level: Mapping[str, int]) -> dict[str, float | None]:
+        return {str(i): _mean([_mean(s) for key, s in outcomes.items() if level[key] == i]) for i in levels}
+
     return {
-        "tasks": len(runs),
-        "scenarios": len(members),
+        "tasks": len({r.task_id for r in records}),
+        "scenarios": len({r.scenario_id for r in records}),
         "n": n,
         "tgc": _mean([_mean(s) for s in tasks.values()]),
         "sgc": _mean([_mean(s) for s in scenarios.values()]),
         **_curves("tgc", tasks, n),
         **_curves("sgc", scenarios, n),
-        "tgc_by_difficulty": by_level,
-        "sgc_by_difficulty": sgc_by_level,
+        "tgc_by_difficulty": by_level(tasks, {r.task_id: r.difficulty for r in records}),
+        "sgc_by_difficulty": by_level(scenarios, {r.scenario_id: r.difficulty for r in records}),
         "turns": _mean([r.turns for r in records]),
         "interactions": _mean([r.interactions for r in records]),
         "interactions_by_difficulty": {
-            str(level): _mean([r.interactions for r in records if r.difficulty == level])
-            for level in sorted(set(difficulty.values()))
+            str(i): _mean([r.interactions for r in records if r.difficulty == i]) for i in levels
         },
         "step_tokens": _mean([r.step_tokens for r in records]),
         "input_tokens": _mean([r.input_tokens for r in records]),
@@ -105,6 +84,24 @@ def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
         "terminations": _shares(r.termination for r in records),
         "faults": _shares((f for r in records for f in set(r.faults)), total=len(records)),
     }
+
+
+def _outcomes(records: Sequence[EvalRecord]) -> tuple[dict[str, list[bool]], dict[str, list[bool]], int]:
+    """Success in every run, of tasks and of scenarios, and the number of runs; those with unknown success are left out."""
+    runs: dict[str, dict[int, bool | None]] = defaultdict(dict)
+    members: dict[str, dict[str, None]] = defaultdict(dict)
+    for record in records:
+        runs[record.task_id][record.sample] = record.success
+        members[record.scenario_id][record.task_id] = None
+    sizes = {len(r) for r in runs.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"expected the same number of runs for every task, got {sorted(sizes)}")
+    n = next(iter(sizes), 0)
+    tasks = {t: [bool(r[s]) for s in sorted(r)] for t, r in runs.items() if None not in r.values()}
+    scenarios = {
+        s: [all(tasks[t][i] for t in ts) for i in range(n)] for s, ts in members.items() if all(t in tasks for t in ts)
+    }
+    return tasks, scenarios, n
 
 
 def _curves(name: str, outcomes: Mapping[str, Sequence[bool]], n: int) -> dict[str, list[float | None]]:
@@ -157,25 +154,23 @@ def leaderboard(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         results: split → what `summarise` or `over_checkpoints` gave.
     """
 
-    def value(entry: Any) -> float | None:
-        mean: float | None = entry["mean"] if isinstance(entry, Mapping) else entry
-        return mean
+    def rounded(entry: Any, digits: int, scale: float = 1.0) -> float | None:
+        mean = entry["mean"] if isinstance(entry, Mapping) else entry
+        return None if mean is None else round(scale * mean, digits)
 
     def row(tgc: Any, sgc: Any, interactions: Any) -> dict[str, float | None]:
-        numbers = {"task_goal_completion": value(tgc), "scenario_goal_completion": value(sgc)}
-        percent = {k: None if v is None else round(100 * v, 1) for k, v in numbers.items()}
-        count = value(interactions)
-        return {**percent, "interactions": None if count is None else round(count, 2)}
+        return {
+            "task_goal_completion": rounded(tgc, 1, 100),
+            "scenario_goal_completion": rounded(sgc, 1, 100),
+            "interactions": rounded(interactions, 2),
+        }
 
+    figures = ("tgc", "sgc", "interactions")
     return {
         split: {
-            "all": row(r["tgc"], r["sgc"], r["interactions"]),
+            "all": row(*(r[name] for name in figures)),
             **{
-                f"level {level}": row(
-                    r["tgc_by_difficulty"][level],
-                    r["sgc_by_difficulty"][level],
-                    r["interactions_by_difficulty"][level],
-                )
+                f"level {level}": row(*(r[f"{name}_by_difficulty"][level] for name in figures))
                 for level in r["tgc_by_difficulty"]
             },
         }

@@ -116,7 +116,7 @@ def test_gold_passes_and_wrong_and_idle_fail(
 
 def test_an_episode_leaves_no_files_and_no_process(environment: AppWorldEnvironment) -> None:
     run(environment, TASKS[0], "print(1)")
-    fork_server = environment._pool._servers[0]  # type: ignore[union-attr]
+    fork_server = environment.pools.made.servers[0].server  # type: ignore[union-attr]
     assert fork_server is not None
     assert on_loop(fork_server.request("ping"))["children"] == 0
     command = Path(f"/proc/{fork_server.pid}/cmdline").read_text().split("\0")
@@ -225,8 +225,8 @@ def test_nine_tasks_of_six_with_one_of_each_kind_of_trouble(
         assert how == ("died" if sample == 4 else "played"), (task.id, sample, what)
         if how == "played":
             assert evaluator.evaluate(task, what).success is True, (task.id, sample)
-    assert environment._pool is not None
-    assert environment._pool.live == 0
+    assert environment.pools.made is not None
+    assert environment.pools.made.live == 0
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
@@ -389,7 +389,7 @@ def test_the_evaluator_is_another_process_that_the_rollouts_cannot_see(
     environment: AppWorldEnvironment, evaluator: AppWorldEvaluator
 ) -> None:
     run(environment, TASKS[0], "print(1)")
-    rollouts = environment._pool._servers[0]  # type: ignore[union-attr]
+    rollouts = environment.pools.made.servers[0].server  # type: ignore[union-attr]
     assert rollouts is not None
     assert "full" not in Path(f"/proc/{rollouts.pid}/cmdline").read_text()
     assert not hasattr(environment, "evaluate")

@@ -1,29 +1,31 @@
-"""AppWorld as an environment of draco: episodes in processes of their own, and an evaluator that is another process.
+"""AppWorld as an environment of draco: episodes in processes of their own, and an evaluator in another process.
 
-What a rollout holds is a client of the fork server over the data root *without* ground truth. The end state that it
-leaves is a text of what the episode changed, so nothing on disk has to outlive the episode, and it can be scored at any
-time by `AppWorldEvaluator`, whose server alone sees the full root.
+A rollout reaches only the fork server over the data root *without* ground truth. It leaves an end state: a text of what
+the episode changed. So nothing on disk has to outlive the episode, and `AppWorldEvaluator`, whose server alone sees the
+full root, can score it at any time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import logging
 import shutil
 import zlib
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from annotated_types import Ge
+
+from draco.config.options import Count, Positive, checked
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError
 from draco.core.types import Message, Task
-from draco.env.appworld.client import SERVER, ForkServer, Limits, ServerOptions
+from draco.env.appworld.client import SERVER, Limits, ServerOptions
 from draco.env.appworld.data import SETUP, Roots
 from draco.env.appworld.faults import AppWorldFault
 from draco.env.appworld.inside import sandbox
-from draco.env.appworld.pool import Pool, Slot
+from draco.env.appworld.pool import KeptServer, PerLoop, Pool, Slot
 from draco.env.appworld.prompt import CAVEATS, TokenCounter, cut, opening
 from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
 
@@ -34,25 +36,24 @@ T = TypeVar("T")
 _REQUIRED = ("limits", "landlock", "seccomp")
 
 
-def _require(python: str, isolation: str) -> tuple[str, ...]:
-    """The layers without which nothing runs.
+def _required_layers(python: str, isolation: str) -> tuple[str, ...]:
+    """The layers of isolation without which nothing runs.
 
     Raises:
         ConfigError: this machine lacks one, or the interpreter is not there.
     """
-    if isolation not in ("strict", "auto"):
-        raise ConfigError(f"env.isolation is {isolation!r}; expected strict or auto")
     if shutil.which(python) is None:
         raise ConfigError(f"env.python={python}: no interpreter there; run scripts/setup_appworld.sh")
-    missing = [layer for layer in _REQUIRED if layer not in sandbox.available()]
+    found = sandbox.available()
+    missing = ", ".join(layer for layer in _REQUIRED if layer not in found)
     if missing and isolation == "strict":
         raise ConfigError(
-            f"this machine's kernel has no {', '.join(missing)}, which keeps an agent's code away from answers, other "
-            "processes and the network; use another machine, or env.isolation=auto to go on with a syntax check and "
-            f"{', '.join(layer for layer in sandbox.available())} alone"
+            f"this machine's kernel has no {missing}, which keeps an agent's code away from answers, other processes "
+            "and the network; use another machine, or env.isolation=auto to go on with a syntax check and "
+            f"{', '.join(found)} alone"
         )
     if missing:
-        log.warning("env.isolation=auto: episodes run without %s", ", ".join(missing))
+        log.warning("env.isolation=auto: episodes run without %s", missing)
     return _REQUIRED if isolation == "strict" else ()
 
 
@@ -96,11 +97,11 @@ class AppWorldEpisode(Episode):
         """
         environment, observations = self._environment, []
         if self._slot is None:
-            self._slot = await environment.pool().open(self._task.id)
+            self._slot = await environment.pools.get().open(self._task.id)
         for code in actions:
             if self._over:
                 break
-            done = await environment.pool().execute(self._slot, code)
+            done = await environment.pools.get().execute(self._slot, code)
             self._over, self._completed, self._failed = done.over, done.completed, done.failed
             if done.mistake == "deadline":
                 log.warning(
@@ -115,12 +116,12 @@ class AppWorldEpisode(Episode):
         """What the episode changed, for `AppWorldEvaluator`."""
         if self._slot is None:
             return pack_state({"task": self._task.id, "dbs": {"changes": {}, "hashes": None}})
-        return pack_state(await self._environment.pool().state(self._slot))
+        return pack_state(await self._environment.pools.get().state(self._slot))
 
     async def release(self) -> None:
         """End the process and remove its files."""
         if self._slot is not None:
-            await self._environment.pool().close(self._slot)
+            await self._environment.pools.get().close(self._slot)
 
     def step(self, actions: Sequence[str]) -> Reply:
         return _wait(self.act(actions))
@@ -137,6 +138,7 @@ def _wait(coro: Coroutine[Any, Any, T]) -> T:
     return BackgroundLoop.shared().submit(coro).result()
 
 
+@checked("env.environment", python="env.python", data="env.data", thinking="env.thinking", isolation="env.isolation")
 class AppWorldEnvironment(Environment):
     """The real engine in its own Python environment (scripts/setup_appworld.sh).
 
@@ -147,13 +149,15 @@ class AppWorldEnvironment(Environment):
         observation_tokens: longer outputs are cut at a line end.
         tokenizer, tokenizer_gguf: whose tokens those are (`policy.path`, `policy.gguf_file`); None estimates.
         places: live episodes at most, about 60 MB each; engines hold further rollouts back.
-        queue_s: who waits for a place nevertheless gives up when no episode has ended for so long.
         servers: fork servers.
         soft_s: AppWorld's own timeout of a code block, which the agent reads of and survives.
         execute_s: deadline of a code block: its process is killed and the episode is over.
         open_s: deadline of opening an episode.
+        queue_s: an episode that waits for a place gives up when no other has ended for so long.
+        start_s: deadline of starting a server.
         memory_mb, cpu_s: of one episode's process.
         isolation: strict refuses a machine without Landlock and seccomp; auto warns and goes on with what it has.
+        check_code, server: for tests: without the check of code, or with another program as the server.
     """
 
     name = "appworld"
@@ -166,41 +170,38 @@ class AppWorldEnvironment(Environment):
         data: str,
         *,
         thinking: bool = False,
-        observation_tokens: int = 3000,
+        observation_tokens: Annotated[int, Ge(100)] = 3000,
         tokenizer: str | None = None,
         tokenizer_gguf: str | None = None,
-        places: int = 128,
-        servers: int = 1,
-        soft_s: int = 60,
-        execute_s: float = 90.0,
-        open_s: float = 60.0,
-        queue_s: float = 600.0,
-        start_s: float = 300.0,
-        memory_mb: int = 1024,
-        cpu_s: int = 900,
-        isolation: str = "strict",
+        places: Count = 128,
+        servers: Count = 1,
+        soft_s: Count = 60,
+        execute_s: Positive = 90.0,
+        open_s: Positive = 60.0,
+        queue_s: Positive = 600.0,
+        start_s: Positive = 300.0,
+        memory_mb: Count = 1024,
+        cpu_s: Count = 900,
+        isolation: Literal["strict", "auto"] = "strict",
         check_code: bool = True,
         server: str = str(SERVER),
     ) -> None:
-        required = _require(python, isolation)
+        required = _required_layers(python, isolation)
         if execute_s <= soft_s:
-            raise ConfigError(f"env.execute_s={execute_s} must be more than env.soft_s={soft_s}, which it backs up")
-        if places < 1 or servers < 1 or observation_tokens < 100:
-            raise ConfigError("env needs places ≥ 1, servers ≥ 1 and observation_tokens ≥ 100")
+            raise ConfigError(
+                f"env.environment.execute_s is {execute_s}; expected more than env.environment.soft_s={soft_s}, which "
+                "it backs up"
+            )
         self.roots = Roots.at(data)
-        self.thinking, self.observation_tokens = thinking, observation_tokens
+        self.thinking, self.observation_tokens, self.places = thinking, observation_tokens, places
         self.count_tokens = TokenCounter(tokenizer, tokenizer_gguf)
-        self._options = ServerOptions(
+        self._options = options = ServerOptions(
             python=python, data=str(self.roots.rollout), role="rollout", soft_s=soft_s, start_s=start_s,
-            limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=required,
-            check_code=check_code, server=server,
+            limits=Limits(memory_mb=memory_mb, cpu_s=cpu_s), require=required, check_code=check_code, server=server,
         )  # fmt: skip
-        self.places = places
-        self._pool_options = {
-            "places": places, "servers": servers, "open_s": open_s, "execute_s": execute_s, "queue_s": queue_s,
-        }  # fmt: skip
-        self._pool: Pool | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.pools = PerLoop(
+            lambda: Pool(options, places=places, servers=servers, open_s=open_s, execute_s=execute_s, queue_s=queue_s)
+        )
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -234,27 +235,21 @@ class AppWorldEnvironment(Environment):
         finally:
             episode.close()
 
-    def pool(self) -> Pool:
-        """The pool of the running event loop. What belonged to an earlier, closed loop ended with it."""
-        loop = asyncio.get_running_loop()
-        if self._pool is None or self._loop is not loop:
-            self._pool, self._loop = Pool(self._options, **self._pool_options), loop  # type: ignore[arg-type]
-        return self._pool
-
     def close(self) -> None:
         """End the servers, from outside their loop. Not needed at the end of a process; they end with it."""
-        if self._pool is not None and self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._pool.stop(), self._loop).result()
-        self._pool = None
+        self.pools.close()
 
 
+@checked("env.evaluator", python="env.python", data="env.data", isolation="env.isolation")
 class AppWorldEvaluator(Evaluator):
     """AppWorld's own evaluator, in a process of its own over the full data root.
 
     Args:
         python, data: as for the environment; `full` is used here.
         deadline_s: of one evaluation.
+        start_s: deadline of starting the server.
         isolation: as for the environment.
+        server: for tests: another program as the server.
     """
 
     def __init__(
@@ -262,55 +257,41 @@ class AppWorldEvaluator(Evaluator):
         python: str,
         data: str,
         *,
-        deadline_s: float = 60.0,
-        start_s: float = 300.0,
-        isolation: str = "strict",
+        deadline_s: Positive = 60.0,
+        start_s: Positive = 300.0,
+        isolation: Literal["strict", "auto"] = "strict",
         server: str = str(SERVER),
     ) -> None:
-        self.roots, self.deadline_s = Roots.at(data), deadline_s
-        if not (self.roots.full / "tasks").is_dir():
-            raise ConfigError(f"{self.roots.full} holds no tasks/, which the evaluator needs; {SETUP}")
-        self._options = ServerOptions(
-            python=python, data=str(self.roots.full), role="evaluate", start_s=start_s,
-            require=_require(python, isolation), server=server,
+        roots, self.deadline_s = Roots.at(data), deadline_s
+        if not (roots.full / "tasks").is_dir():
+            raise ConfigError(f"{roots.full} holds no tasks/, which the evaluator needs; {SETUP}")
+        options = ServerOptions(
+            python=python, data=str(roots.full), role="evaluate", start_s=start_s,
+            require=_required_layers(python, isolation), server=server,
         )  # fmt: skip
-        self._server: ForkServer | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting: asyncio.Lock | None = None
+        self._servers = PerLoop(lambda: KeptServer(options))
         self._count = 0
 
     def evaluate(self, task: Task, end_state: str) -> Outcome:
+        """AppWorld's own verdict; `detail["failures"]` has the tests that failed.
+
+        Raises:
+            ValueError: the end state is none, or of another task.
+            AppWorldFault: it could not be scored.
+        """
         state = unpack_state(end_state)
         if state.get("task") != task.id:
             raise ValueError(f"the end state is of task {state.get('task')!r}, not of {task.id!r}")
         answer = _wait(self._evaluate(task.id, state["dbs"]))
-        return Outcome(
-            success=bool(answer["success"]),
-            detail={"tests": answer["num_tests"], "passes": answer["passes"], "failures": answer["failures"],
-                    "difficulty": answer["difficulty"], "success": answer["success"]},
-        )  # fmt: skip
+        return Outcome(bool(answer["success"]), detail={"failures": answer["failures"]})
 
     async def _evaluate(self, task_id: str, dbs: dict[str, Any]) -> dict[str, Any]:
-        server = await self._ready()
+        server = await self._servers.get().get()
         self._count += 1
         return await server.request(
             "evaluate", task=task_id, experiment=f"v{self._count}", dbs=dbs, deadline_s=self.deadline_s
         )
 
-    async def _ready(self) -> ForkServer:
-        loop = asyncio.get_running_loop()
-        if self._starting is None or self._loop is not loop:
-            self._loop, self._starting, self._server = loop, asyncio.Lock(), None
-        async with self._starting:
-            if self._server is None or not self._server.alive:
-                if self._server is not None:
-                    await self._server.stop()
-                self._server = ForkServer(self._options)
-                await self._server.start()
-            return self._server
-
     def close(self) -> None:
         """End the server, from outside its loop. Not needed at the end of a process; it ends with it."""
-        if self._server is not None and self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result()
-        self._server = None
+        self._servers.close()

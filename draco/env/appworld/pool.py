@@ -1,8 +1,8 @@
-"""Fork servers behind one door: places for live episodes, a queue in order of arrival, servers started when needed.
+"""The pool of fork servers: places for live episodes, a queue in order of arrival, servers started when needed.
 
-Back-pressure: at most `places` episodes are open at a time. Whoever opens one more waits for a place as long as others
-end: it gives up with `PoolBusy` when none has for `queue_s`. A server that died is replaced at the next `open`; the
-episodes that it had are gone.
+At most `places` episodes are open at a time. Opening one more waits for a place for as long as other episodes end; when
+none has ended for `queue_s`, it gives up with `PoolBusy`. A server that died is replaced at the next `open`; its
+episodes are gone.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from draco.env.appworld.client import ForkServer, ServerOptions
 from draco.env.appworld.faults import AppWorldFault, PoolBusy, TooSlow, WorkerDied
 
-__all__ = ["Executed", "Pool", "Slot"]
+__all__ = ["Executed", "KeptServer", "PerLoop", "Pool", "Slot"]
 
 #: signals by which an agent's code can only have ended its own process (a SIGKILL that we did not send is not one)
 _OWN = frozenset({
@@ -43,11 +44,65 @@ class Slot:
     """One open episode."""
 
     server: ForkServer
+    index: int  #: of the server
     experiment: str
-    task: str
     completed: bool = False
     failed: bool = False
-    closed: bool = field(default=False)
+    closed: bool = False
+
+
+class KeptServer:
+    """A fork server that is started when it is first needed, and replaced when it has died."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.server: ForkServer | None = None
+        self._starting = asyncio.Lock()
+
+    async def get(self) -> ForkServer:
+        """The running server.
+
+        Raises:
+            StartFailed: it does not come up.
+        """
+        async with self._starting:
+            if self.server is None or not self.server.alive:
+                await self.stop()
+                server = ForkServer(self.options)
+                await server.start()
+                self.server = server
+            return self.server
+
+    async def stop(self) -> None:
+        """End it, and its episodes."""
+        if self.server is not None:
+            await self.server.stop()
+        self.server = None
+
+
+K = TypeVar("K", "Pool", KeptServer)
+
+
+class PerLoop(Generic[K]):
+    """One pool or server for the event loop that runs. What belonged to an earlier, closed loop ended with it."""
+
+    def __init__(self, make: Callable[[], K]) -> None:
+        self.made: K | None = None
+        self._make: Callable[[], K] = make
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def get(self) -> K:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        if self.made is None or self._loop is not loop:
+            self.made, self._loop = self._make(), loop
+        return self.made
+
+    def close(self) -> None:
+        """End it, from outside its loop. Not needed at the end of a process; it ends with it."""
+        if self.made is not None and self._loop is not None and self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self.made.stop(), self._loop).result()
+        self.made = None
 
 
 class Pool:
@@ -58,7 +113,7 @@ class Pool:
         places: live episodes at most; each takes about 60 MB.
         servers: fork servers to spread them over.
         open_s, execute_s: deadlines; a process that passes its own is killed.
-        queue_s: how long `open` waits while no episode ends; each end starts it anew.
+        queue_s: how long `open` waits while no episode ends; the end of an episode restarts the clock.
     """
 
     def __init__(
@@ -71,15 +126,12 @@ class Pool:
         execute_s: float = 90.0,
         queue_s: float = 600.0,
     ) -> None:
-        self.options, self.places = options, places
         self.open_s, self.execute_s, self.queue_s = open_s, execute_s, queue_s
-        self._servers: list[ForkServer | None] = [None] * servers
+        self.servers = [KeptServer(options) for _ in range(servers)]
         self._live = [0] * servers
-        self._starting = [asyncio.Lock() for _ in range(servers)]
         self._free = asyncio.Semaphore(places)
         self._waiting: set[asyncio.Timeout] = set()
         self._tidying: set[asyncio.Task[None]] = set()
-        self.restarts = 0  #: servers that had to be replaced
 
     @property
     def live(self) -> int:
@@ -87,7 +139,7 @@ class Pool:
         return sum(self._live)
 
     async def open(self, task: str) -> Slot:
-        """A new episode in a process of its own, under a name of its own.
+        """A new episode in a process of its own.
 
         Raises:
             AppWorldFault: no place in time, or it could not be opened.
@@ -97,16 +149,16 @@ class Pool:
         self._live[index] += 1
         server, experiment = None, f"e{secrets.token_hex(8)}"
         try:
-            server = await self._server(index)
+            server = await self.servers[index].get()
             await server.request("open", task=task, experiment=experiment, deadline_s=self.open_s)
-        except BaseException:  # whoever asked may have been cancelled while the server went on
+        except BaseException:  # the caller may have been cancelled while the server goes on
             self._leave(index)
             if server is not None and server.alive:
                 tidying = asyncio.create_task(_forget(server, experiment))
                 self._tidying.add(tidying)
                 tidying.add_done_callback(self._tidying.discard)
             raise
-        return Slot(server, experiment, task)
+        return Slot(server, index, experiment)
 
     async def _place(self) -> None:
         try:
@@ -122,23 +174,8 @@ class Pool:
                 "env.environment.places (about 60 MB each) or open fewer at a time"
             ) from None
 
-    async def _server(self, index: int) -> ForkServer:
-        async with self._starting[index]:
-            server = self._servers[index]
-            if server is None or not server.alive:
-                if server is not None:
-                    self.restarts += 1
-                    await server.stop()
-                server = ForkServer(self.options)
-                await server.start()
-                self._servers[index] = server
-            return server
-
     def _leave(self, index: int) -> None:
         self._live[index] -= 1
-        self._release()
-
-    def _release(self) -> None:
         self._free.release()
         until = asyncio.get_running_loop().time() + self.queue_s
         for clock in self._waiting:
@@ -146,10 +183,10 @@ class Pool:
                 clock.reschedule(until)
 
     async def execute(self, slot: Slot, code: str) -> Executed:
-        """Run one block. What the agent does wrong is in the answer.
+        """Run one block. The agent's own mistakes are in the answer.
 
         Raises:
-            AppWorldFault: what it did not do.
+            AppWorldFault: a fault that is not the agent's.
         """
         try:
             answer = await slot.server.request(
@@ -187,17 +224,12 @@ class Pool:
         except WorkerDied:
             pass  # the server went with all its episodes
         finally:
-            if slot.server in self._servers:
-                self._leave(self._servers.index(slot.server))
-            else:
-                self._release()
+            self._leave(slot.index)
 
     async def stop(self) -> None:
         """End every server and every episode."""
-        servers = [s for s in self._servers if s is not None]
-        self._servers = [None] * len(self._servers)
-        for server in servers:
-            await server.stop()
+        for kept in self.servers:
+            await kept.stop()
 
 
 async def _forget(server: ForkServer, experiment: str) -> None:

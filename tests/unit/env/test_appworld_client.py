@@ -131,9 +131,9 @@ def test_what_it_does_not_do_is_a_typed_fault(code: str, error: type[AppWorldFau
             await pool.execute(slot, code)
         await pool.close(slot)
         assert pool.live == 0
-        slot = await pool.open("s1_1")  # the pool goes on, with a new server where the old one hung up
+        first, slot = slot, await pool.open("s1_1")  # the pool goes on, with a new server where the old one hung up
         assert (await pool.execute(slot, "ok 1")).output == "ran 1"
-        assert pool.restarts == (code == "hangup")
+        assert (slot.server is not first.server) == (code == "hangup")
 
     with_pool(body)
     assert issubclass(error, EnvironmentFault)
@@ -291,7 +291,7 @@ def test_terminations(
 ) -> None:
     rollout = played(environment, chat, turns, max_turns=max(len(turns), 2))
     assert rollout.termination == termination
-    assert environment._pool is None or environment._pool.live == 0
+    assert environment.pools.made is None or environment.pools.made.live == 0
     trajectory = rollout.trajectory()
     if not termination.quarantined:
         assert unpack_state(trajectory.end_state)["task"] == "s1_1"
@@ -304,7 +304,7 @@ def test_an_episode_without_actions_needs_no_process(environment: AppWorldEnviro
     for episode in episodes:
         episode.close()
     assert states[0] == {"task": "s1_1", "dbs": {"changes": {}, "hashes": None}}
-    assert environment._pool is None
+    assert environment.pools.made is None
 
 
 def test_tasks_say_what_is_asked_and_no_answer(environment: AppWorldEnvironment, data: Path) -> None:
@@ -339,9 +339,9 @@ def test_evaluating_checks_whose_end_state_it_is(data: Path) -> None:
     ("change", "words"),
     [
         ({"data": "/nowhere"}, "no AppWorld data there; run scripts/setup_appworld.sh"),
-        ({"isolation": "none"}, "expected strict or auto"),
-        ({"soft_s": 100}, "must be more than env.soft_s"),
-        ({"places": 0}, "places ≥ 1"),
+        ({"isolation": "none"}, r"env\.isolation is 'none'; expected strict or auto"),
+        ({"soft_s": 100}, r"execute_s is 90\.0; expected more than env\.environment\.soft_s=100"),
+        ({"places": 0}, r"env\.environment\.places is 0; expected an integer ≥ 1"),
         ({"python": "/no/such/python"}, "no interpreter there; run scripts/setup_appworld.sh"),
     ],
 )
@@ -357,8 +357,8 @@ def test_a_server_that_does_not_start_is_refused_before_the_run(data: Path) -> N
     assert "\n" not in str(caught.value)
     works = AppWorldEnvironment(sys.executable, str(data), server=FAKE)
     works.check()
-    assert works._pool is not None
-    assert works._pool.live == 0
+    assert works.pools.made is not None
+    assert works.pools.made.live == 0
     works.close()
 
 
