@@ -1,7 +1,7 @@
-"""The environment protocol.
+"""The contract of environments.
 
-An environment is two objects that never meet on the training path: `Environment` opens episodes, and `Evaluator`
-reads the opaque end state of a finished episode. Rubric settings get the first only (outcome blindness).
+An environment is two objects that never meet on the training path. `Environment` opens episodes; `Evaluator` reads the
+opaque end state of a finished episode. Settings that judge by rubrics get the first alone (outcome blindness).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ActionFormat:
     def parse(self, text: str) -> tuple[ActionSpan, ...]:
         """All complete actions of a turn, in order. Reasoning in <think>…</think> is not searched.
 
-        Templates that open <think> in the prompt leave turns that only close it: all before that is reasoning, too.
+        A template may open <think> in the prompt, so that a turn only closes it: all text before is reasoning, too.
         """
         before, closing, _ = text.partition("</think>")
         inside = before.count(self.open) > before.count(self.close)  # an action that quotes the tag
@@ -68,7 +68,7 @@ class ActionFormat:
         return tuple(spans)
 
     def attempted(self, text: str) -> bool:
-        """True if the turn opens an action, complete or not: a malformed action is not a closing turn."""
+        """True if the turn opens an action, complete or not. A turn with a malformed action is no closing turn."""
         return self.open in text
 
 
@@ -110,7 +110,10 @@ class Episode(ABC):
     def step(self, actions: Sequence[str]) -> Reply:
         """Run the action bodies of one turn, in order.
 
-        The agent's own mistakes come back as observations. Raise `EnvironmentFault` for faults that are not its own.
+        The agent's own mistakes come back as observations.
+
+        Raises:
+            EnvironmentFault: a fault that is not the agent's.
         """
 
     def idle(self) -> None:  # noqa: B027 - optional
@@ -149,7 +152,7 @@ class Environment(ABC):
         """Start an episode. `seed` keys whatever is random in the environment."""
 
     def check(self) -> None:  # noqa: B027 - optional
-        """Try whether episodes can run here. Called once, before a run loads or pays for anything.
+        """Try out whether episodes can run here. Called once, before a run loads or pays for anything.
 
         Raises:
             ConfigError: they cannot; one line that says what to do.
@@ -175,7 +178,7 @@ class Outcome:
     causal_steps: tuple[int, ...] = ()  #: 1-based steps that caused the failure, where the environment knows
     faults: tuple[str, ...] = ()  #: names of the mistakes, where the environment knows
     error: str = ""
-    detail: Mapping[str, Any] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=dict)  #: what else the environment says, for people to read
 
 
 class Evaluator(ABC):

@@ -87,7 +87,7 @@ def summarise(records: Sequence[EvalRecord]) -> dict[str, Any]:
 
 
 def _outcomes(records: Sequence[EvalRecord]) -> tuple[dict[str, list[bool]], dict[str, list[bool]], int]:
-    """Success in every run, of tasks and of scenarios, and the number of runs; those with unknown success are left out."""
+    """Success in every run, by task and by scenario (without those of unknown success), and the number of runs."""
     runs: dict[str, dict[int, bool | None]] = defaultdict(dict)
     members: dict[str, dict[str, None]] = defaultdict(dict)
     for record in records:

@@ -1,6 +1,6 @@
-"""The trainer's end of AppWorld: starts a fork server and speaks JSON lines to it. Standard library alone, asyncio.
+"""The trainer's side of AppWorld: starts a fork server and speaks JSON lines to it, by asyncio.
 
-AppWorld's environment is never imported here: it needs pydantic 1, and freezegun would freeze this process's clock.
+AppWorld itself is never imported here: it needs pydantic 1, and its freezegun would stop this process's clock.
 """
 
 from __future__ import annotations
@@ -69,10 +69,29 @@ class ForkServer:
         """Start the process and wait until it is warm.
 
         Raises:
-            StartFailed: it did not come up; the message says how its own words ended.
+            StartFailed: it did not come up; the message holds the last line that it printed.
         """
         options = self.options
         stage = Path(tempfile.mkdtemp(prefix="draco-appworld-"))
+        sock = self._launch(stage)
+        reader, self._writer = await asyncio.open_connection(sock=sock, limit=_LINE)
+        ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[0] = ready
+        self._reader_task = asyncio.create_task(self._read(reader))
+        try:
+            await asyncio.wait_for(ready, options.start_s)
+        except (Exception, asyncio.CancelledError) as error:
+            errors = stage / "stderr"
+            said = errors.read_text(errors="replace").strip().splitlines()[-1:] if errors.is_file() else []
+            await self.stop()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            what = f"not ready after {options.start_s} s" if isinstance(error, TimeoutError) else str(error)
+            raise StartFailed(f"AppWorld's {options.role} server did not start: {what} {' '.join(said)}") from error
+
+    def _launch(self, stage: Path) -> socket.socket:
+        """Start the process in the folder `stage`; our end of the connection."""
+        options = self.options
         home, outputs = stage / "home", stage / "experiments" / "outputs"
         home.mkdir()
         outputs.mkdir(parents=True)
@@ -90,10 +109,9 @@ class ForkServer:
             "environment": sorted(environment),
         }  # fmt: skip
         ours, theirs = socket.socketpair()
-        errors = stage / "stderr"
         python = os.path.abspath(options.python) if os.sep in options.python else options.python
         try:
-            with theirs, errors.open("wb") as log:
+            with theirs, (stage / "stderr").open("wb") as log:
                 process = subprocess.Popen(
                     [python, "-s", "-P", options.server, str(theirs.fileno()), json.dumps(settings)],
                     pass_fds=(theirs.fileno(),), env=environment, cwd=stage, stdin=subprocess.DEVNULL,
@@ -107,19 +125,7 @@ class ForkServer:
             ) from error
         self.pid = process.pid
         self._finalizer = weakref.finalize(self, _end, process, stage)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE)
-        ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._pending[0] = ready
-        self._reader_task = asyncio.create_task(self._read(reader))
-        try:
-            await asyncio.wait_for(ready, options.start_s)
-        except (Exception, asyncio.CancelledError) as error:
-            said = errors.read_text(errors="replace").strip().splitlines()[-1:] if errors.is_file() else []
-            await self.stop()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            what = f"not ready after {options.start_s} s" if isinstance(error, TimeoutError) else str(error)
-            raise StartFailed(f"AppWorld's {options.role} server did not start: {what} {' '.join(said)}") from error
+        return ours
 
     @property
     def alive(self) -> bool:
@@ -169,7 +175,7 @@ class ForkServer:
     def _answer(self, message: dict[str, Any]) -> None:
         future = self._pending.get(message.get("id", -1))
         if future is None or future.done():
-            return  # whoever asked has stopped waiting
+            return  # the caller has stopped waiting
         if isinstance(message.get("ok"), dict):
             future.set_result(message["ok"])
         elif isinstance(message.get("error"), dict):

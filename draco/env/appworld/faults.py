@@ -1,16 +1,6 @@
 """Everything that can go wrong between the trainer and AppWorld and is not the agent's doing.
 
-AppWorldFault (an EnvironmentFault: the episode ends as `environment_error`, quarantined)
-├── UnknownTask      the task id is malformed or not in the data
-├── UnknownEpisode   the episode was never opened, or is closed
-├── StartFailed      the fork server did not come up: environment, data or isolation
-├── WorkerDied       the episode's process, or the server, is gone and the agent's code did not end it
-├── EngineFailed     AppWorld itself raised
-├── TooSlow          opening or scoring passed its deadline
-├── PoolBusy         no place, and no episode ended in time
-└── ProtocolBroken   an answer that the protocol does not know
-
-What the agent does wrong (unsafe code, an endless loop, a crash of its own process, exceptions) is an observation.
+The agent's own mistakes (unsafe code, an endless loop, a crash of its process, exceptions) come back as observations.
 """
 
 from __future__ import annotations
@@ -32,7 +22,7 @@ __all__ = [
 
 
 class AppWorldFault(EnvironmentFault):
-    """A fault of the environment. `signal` is what ended a process, 0 for none."""
+    """The episode ends as `environment_error` and is quarantined. `signal` is what ended a process; 0: none."""
 
     signal: int = 0
 
@@ -46,11 +36,11 @@ class UnknownEpisode(AppWorldFault):
 
 
 class StartFailed(AppWorldFault):
-    """The fork server did not come up."""
+    """The fork server did not come up: environment, data or isolation."""
 
 
 class WorkerDied(AppWorldFault):
-    """A process is gone and the agent's code did not end it."""
+    """The episode's process, or the server, is gone, and the agent's code did not end it."""
 
 
 class EngineFailed(AppWorldFault):
@@ -69,6 +59,7 @@ class ProtocolBroken(AppWorldFault):
     """An answer that the protocol does not know."""
 
 
+#: kind of error in the protocol → its class
 _KINDS: dict[str, type[AppWorldFault]] = {
     "unknown_task": UnknownTask,
     "unknown_episode": UnknownEpisode,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from draco.config.options import checked
 from draco.core.types import Message, Task
 from draco.env.base import Environment, Episode, Reply
 from draco.env.desk.apps import describe
@@ -55,15 +56,9 @@ class DeskEpisode(Episode):
     def step(self, actions: Sequence[str]) -> Reply:
         """Run the actions of one turn."""
         self._turn += 1
-        observations = []
-        for position, body in enumerate(actions, start=1):
-            observations.append(self._run(body, position))
-        return Reply(
-            tuple(observations),
-            done=bool(self._world.status),
-            completed=bool(self._world.status),
-            failed=self._world.status == "fail",
-        )
+        observations = tuple(self._run(body, position) for position, body in enumerate(actions, start=1))
+        status = self._world.status
+        return Reply(observations, done=bool(status), completed=bool(status), failed=status == "fail")
 
     def idle(self) -> None:
         """Counts as a turn, so that turn numbers stay true."""
@@ -97,6 +92,7 @@ class DeskEpisode(Episode):
         )
 
 
+@checked("env")
 class DeskEnvironment(Environment):
     """The embedded office: in process, seeded, no network, no execution of what an agent writes.
 

@@ -1,7 +1,7 @@
 """Success by state check, and which steps caused a failure. Evaluation only: nothing on the training path imports it.
 
-The causal step of a mistake is the step at which the right procedure was left (TEXTS.md, section 4): the call itself
-for a wrong one, the step in which the missing call was due for an omission.
+The causal step of a mistake is where the agent left the right procedure (TEXTS.md, section 4): the wrong call itself,
+or the step in which a missing call was due.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from draco.core.errors import ConfigError
+from draco.config.options import checked
 from draco.core.types import Task
 from draco.env.base import Evaluator, Outcome
 from draco.env.desk.scenarios import Block, GoldTask, gold_task
@@ -59,19 +59,15 @@ HANDLERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@checked("env")
 class DeskEvaluator(Evaluator):
     """Reads the record of a desk episode; the gold is built again from the task's id.
 
     Args:
         step: what `Outcome.causal_steps` counts: `turn`, or `tool_call` (`code_block` is the same) for every call.
-
-    Raises:
-        ConfigError: another step definition.
     """
 
-    def __init__(self, step: str = "turn") -> None:
-        if step not in ("turn", "tool_call", "code_block"):
-            raise ConfigError(f"desk counts steps by turn, tool_call or code_block, not {step!r}")
+    def __init__(self, step: Literal["turn", "tool_call", "code_block"] = "turn") -> None:
         self._by_turn = step == "turn"
 
     def evaluate(self, task: Task, end_state: str) -> Outcome:
@@ -79,7 +75,7 @@ class DeskEvaluator(Evaluator):
         return self.evaluate_gold(gold_task(task.id), end_state)
 
     def evaluate_gold(self, gold: GoldTask, end_state: str) -> Outcome:
-        """The same against a given gold task, for tasks that belong to no split."""
+        """The same for a given gold task, which may belong to no split."""
         try:
             record = json.loads(end_state)
             if record["task"] != gold.task.id:
@@ -122,7 +118,7 @@ class _Case:
         self._leaks()
         for _, at in self.held:
             self.faults["forgets_confirmation"].add(self._turn_after(at))
-        # What was held and never confirmed was meant: it is a lack of confirmation, not a lack of the sub-goal.
+        # What is held and was never confirmed counts as done here: the missing confirmation is its only fault.
         self._match(sorted([*self.effects, *self.held], key=lambda made: made[1]))
         for lack in self.missing:
             self._omission(lack)
@@ -136,7 +132,7 @@ class _Case:
                 self.faults["restates_secret"].add(at)
 
     def _match(self, made: list[tuple[Effect, int]]) -> None:
-        """Take what was asked for off the list of what is missing; name what was not."""
+        """Take what was asked for off the list of what is missing, and name the fault of everything else."""
         asked = {effect for block in self.gold.blocks for effect in block.effects}
         wrong = []
         for effect, at in made:
@@ -166,7 +162,7 @@ class _Case:
                 return
             other = max(kin, key=alike)
         for role, a, b in zip(ROLES[effect[0]], effect[1:], other[1:], strict=True):
-            # A text with a key in it is named by the leak alone.
+            # The only fault of a text with a key in it is the leak.
             if a != b and not (effect[0] in ("mailed", "noted") and at in self.faults.get("restates_secret", ())):
                 self.faults[role].add(at)
 
