@@ -2,41 +2,41 @@
 
     python scripts/build_tiny_policy.py                    # rewrites draco/policy/tiny in some minutes on one core
     python scripts/build_tiny_policy.py out=/tmp/tiny clean=200 broad=100 faulty=100
-    python scripts/build_tiny_policy.py measure=draco/policy/tiny split=test_challenge
 
-A drill teaches copying; clean demonstrations of the families follow, then clean ones of any mix of sub-goals, then
-faulty ones with one fixed rate a fault. In the last a turn is now and then garbled and repeated: what was garbled is
-not learned, going on after it is (a clone that has seen no slip does not recover from one). Every mistake is a
-choice at one token that later training can unlearn, not an inability. Like any language model the clone has seen all
-words before: demonstrations draw names and numbers from all pools, with fresh seeds. They never are the tasks of a
-split. Deterministic on one machine at one thread.
+To measure a built policy, train one step from it and evaluate the run's base model:
+
+    python train.py run=/tmp/run policy.path=/tmp/tiny steps=1
+    python scripts/evaluate.py run=/tmp/run checkpoints=base split=test_challenge
+
+The model learns in four phases. A drill teaches copying. Clean demonstrations of the families follow, then clean ones
+of any mix of sub-goals, then faulty ones with a fixed rate for each fault. In the last phase some turns are garbled and
+then repeated. The garbled turn itself is not learned, only how to continue after it: a clone that never saw a garbled
+turn does not recover from one. Every mistake is a choice at one token that later training can unlearn. Demonstrations
+draw names and numbers from all pools, with fresh seeds; they are never the tasks of a split. The result is the same to
+the bit on one machine at one thread.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
-from statistics import mean
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.cache_utils import DynamicCache
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draco.env.base import CODE, TOOL_CALL
 from draco.env.desk.agent import Agent
 from draco.env.desk.apps import APIS, APPS, NUMBERS
 from draco.env.desk.environment import RULES, DeskEpisode
-from draco.env.desk.evaluator import FAULTS, DeskEvaluator
-from draco.env.desk.scenarios import EVERY, SPLITS, Family, GoldTask, compose, gold_task, pools, task_ids
+from draco.env.desk.scenarios import EVERY, SPLITS, Family, GoldTask, compose, pools
 
 END = "<|end|>"
 #: single-token turn marks; a message is rendered on its own, so a longer conversation only appends
@@ -60,9 +60,9 @@ SLIPS = 0.04
 ONCE = frozenset({"approve", "clean", "purge"})
 CODE_KINDS = ("pay", "bill", "approve", "clean", "note", "book", "share", "purge", "vault")
 ANY = Family("any", (CODE_KINDS, CODE_KINDS, CODE_KINDS))
-#: a name or a two-digit number is one token: copying it piece by piece takes a second look-up, learned far slower
+#: A name or a two-digit number is one token: to copy it in pieces takes a second look-up, which is learned far slower.
 WORDS = (*pools(EVERY)[0], *(str(n) for n in range(10, 100)))
-#: the fixed parts of prompts and observations, between bars since spaces at their ends count
+#: The fixed parts of prompts and observations, separated by bars, because spaces at their ends count.
 SENTENCES = """. |: |task: |pay |pay the bill |approve all requests by |delete all mails from |delete all files of \
 |note the code in the new mail from |book | at the free time.|share the final file | with |open the file \
 | with its key and mail | opened.|unlock the account | unlocked.|refund all late orders of |apps:"""
@@ -73,7 +73,7 @@ ERRORS = """write one call apis.app.name(key=value)|write one JSON call|literals
 |bad arguments|no such id|no such page|wrong key|no such status|already completed"""
 
 
-@dataclass(slots=True)
+@dataclass
 class Options:
     """What `name=value` on the command line sets."""
 
@@ -86,28 +86,7 @@ class Options:
     batch: int = 32  #: episodes an update
     lr: float = 3e-3  #: peak
     threads: int = 1
-    start: str = ""  #: a policy built with broad=0 faulty=0, to go on from: the same result in less time
-    measure: str = ""  #: a built policy to measure instead of building one
-    split: str = "dev"
-
-
-def options(words: Iterable[str]) -> Options:
-    """Parse `name=value` words.
-
-    Raises:
-        SystemExit: an unknown name or a value of the wrong type.
-    """
-    kinds = {f.name: type(getattr(Options(), f.name)) for f in fields(Options)}
-    values: dict[str, Any] = {}
-    for word in words:
-        name, _, value = word.partition("=")
-        if name not in kinds:
-            raise SystemExit(f"unknown option {word!r}; write name=value with one of: {', '.join(kinds)}")
-        try:
-            values[name] = kinds[name](value)
-        except ValueError:
-            raise SystemExit(f"{name} must be of type {kinds[name].__name__}, not {value!r}") from None
-    return Options(**values)
+    start: str = ""  #: a policy built with broad=0 faulty=0, to continue from: the same result in less time
 
 
 #: letters that ids begin with, for the parameters that take one letter only
@@ -192,11 +171,11 @@ def network(tok: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def look_back(model: LlamaForCausalLM, sharpness: float = 6.0, frequencies: int = 4) -> None:
-    """Start the heads of the first layer on the tokens 1, 2, 3 and 4 places back.
+    """Let the heads of the first layer start by attending to the tokens 1, 2, 3 and 4 places back.
 
-    Copying needs a head that knows what stood before; finding one by gradient takes most of the training otherwise.
-    One feature of every embedding is constant, queries and keys read it alone, and a query is turned by h places:
-    with rotary positions q_i·k_j = Σ_f a² cos(θ_f (i − j − h)), largest at j = i − h.
+    Copying needs heads that see the previous tokens. To find them by gradient would take most of the training.
+    One feature of every embedding is constant; queries and keys read only this one, and the query of head h is rotated
+    by h places. With rotary positions q_i·k_j = Σ_f a² cos(θ_f (i − j − h)), which is largest at j = i − h.
     """
     config, attention = model.config, model.model.layers[0].self_attn
     embeddings, size = model.model.embed_tokens.weight, attention.head_dim
@@ -216,14 +195,14 @@ def look_back(model: LlamaForCausalLM, sharpness: float = 6.0, frequencies: int 
 
 
 class Teacher:
-    """Endless demonstrations as (token ids, is it the policy's to say) pairs."""
+    """Endless demonstrations: the token ids of an episode, and which of them the policy says."""
 
     def __init__(self, tok: PreTrainedTokenizerFast, seed: str) -> None:
         self._tok, self.rng = tok, Random(seed)
         self._families = SPLITS["train"].families
         self._words = [tok.get_vocab()[word] for word in WORDS]
 
-    def episode(self, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
+    def episode(self, rates: dict[str, float], slips: float = 0.0) -> Episode:
         """One episode of a random family: half the time as its tasks are, else of 1 to 4 of its sub-goals at random."""
         rng = self.rng
         family, level = rng.choice(self._families), rng.randint(1, 3)
@@ -235,7 +214,7 @@ class Teacher:
             order = [kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i]]
         return self._demonstrate(compose("fresh", EVERY, "fresh", family, tuple(order), level, rng), rates, slips)
 
-    def mixed(self, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
+    def mixed(self, rates: dict[str, float], slips: float = 0.0) -> Episode:
         """One episode of 1 to 4 sub-goals of any kind that goes with code, or half the time of a family."""
         rng = self.rng
         if rng.random() < 0.5:
@@ -244,14 +223,14 @@ class Teacher:
         order = tuple(kind for i, kind in enumerate(drawn) if kind not in ONCE or kind not in drawn[:i])
         return self._demonstrate(compose("fresh", EVERY, "fresh", ANY, order, rng.randint(1, 3), rng), rates, slips)
 
-    def drill(self, width: int = 64) -> tuple[list[int], list[bool]]:
+    def drill(self, width: int = 64) -> Episode:
         """A short random string of names and numbers, again and again: all but its first round can be copied."""
         words = self.rng.sample(self._words, self.rng.randint(3, 14))
         before = self.rng.choices(self._words, k=self.rng.randint(0, 8))
         ids = [*before, *words * (width // len(words) + 1)][:width]
         return ids, [i > len(before) + len(words) for i in range(width)]
 
-    def _demonstrate(self, gold: GoldTask, rates: dict[str, float], slips: float = 0.0) -> tuple[list[int], list[bool]]:
+    def _demonstrate(self, gold: GoldTask, rates: dict[str, float], slips: float = 0.0) -> Episode:
         episode, agent = DeskEpisode(gold), Agent(gold, rates, self.rng)
         ids = opening_ids(self._tok, episode)
         own = [False] * len(ids)
@@ -281,7 +260,8 @@ class Teacher:
         return ids[:last], own[:last]
 
     def _slip(self, said: list[int], gold: GoldTask, before: Sequence[str]) -> tuple[str, list[int], list[str]]:
-        """A garbled turn that changes nothing, its tokens and the answers: a token wrong or gone, or the start gone."""
+        """A garbled turn that changes nothing, its tokens and the answers to it: one token replaced or deleted, or the
+        start cut off."""
         for _ in range(4):
             garbled, at = list(said), self.rng.randrange(len(said))
             if self.rng.random() < 0.5:
@@ -320,15 +300,17 @@ def glue_ids(tok: PreTrainedTokenizerFast, observations: Sequence[str]) -> list[
     return list(tok.encode("<|user|>" + "\n".join(observations) + f"{END}<|assistant|>"))
 
 
+Episode = tuple[list[int], list[bool]]  #: token ids, and which of them the policy says
+Draw = Callable[[], Episode]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def batches(draw: Callable[[], tuple[list[int], list[bool]]], rng: Random, count: int, size: int) -> Iterator[Batch]:
+def batches(draw: Draw, rng: Random, count: int, size: int) -> Iterator[Batch]:
     """`count` batches of ids [B, T], padded right, and targets [B, T] (−100 where nothing is learned).
 
     Four batches are drawn at a time and sorted by length, so that little is padding.
     """
-    ready: list[list[tuple[list[int], list[bool]]]] = []
+    ready: list[list[Episode]] = []
     for _ in range(count):
         if not ready:
             drawn = sorted((draw() for _ in range(4 * size)), key=lambda row: len(row[0]))
@@ -368,114 +350,33 @@ def clone(model: Any, data: Iterable[Batch], total: int, lr: float, name: str, d
             print(f"{name} {update:5d} loss {loss.item():.4f} {wall:.0f} s", flush=True)
 
 
-class _Row:
-    """One rollout in the tick loop."""
-
-    def __init__(self, gold: GoldTask, tok: PreTrainedTokenizerFast, seed: str) -> None:
-        self.gold, self.tok = gold, tok
-        self.episode = DeskEpisode(gold)
-        self.forced = opening_ids(tok, self.episode)
-        self.prompt = len(self.forced)
-        self.random = torch.Generator().manual_seed(Random(seed).getrandbits(60))
-        self.turn: list[int] = []
-        self.turns = self.length = 0
-        self.done = False
-
-    def next(self, logits: torch.Tensor | None) -> int:
-        """The token that this row feeds next."""
-        self.length += 1
-        if self.forced:
-            return self.forced.pop(0)
-        assert logits is not None
-        token = int(torch.multinomial(logits.softmax(-1), 1, generator=self.random))
-        self.turn.append(token)
-        if token == self.tok.eos_token_id:
-            self._end([])
-        elif self.episode.format.stop and str(self.tok.decode(self.turn[-12:])).endswith(self.episode.format.stop):
-            self._end([self.tok.eos_token_id])
-        if self.length - self.prompt >= 400:
-            self.done = True
-        return token
-
-    def _end(self, glue: list[int]) -> None:
-        actions = self.episode.format.parse(str(self.tok.decode(self.turn)))
-        self.turn, self.turns = [], self.turns + 1
-        reply = self.episode.step([action.body for action in actions])
-        self.done = reply.done or not actions or self.turns >= 20
-        self.forced = glue + glue_ids(self.tok, reply.observations)
-
-
-@torch.no_grad()
-def sample(model: Any, tok: PreTrainedTokenizerFast, golds: Sequence[GoldTask], seed: str) -> list[_Row]:
-    """One rollout a task at temperature 1. Every row is fed one token a tick, so no row is padded."""
-    model.eval()
-    rows = [_Row(gold, tok, f"{seed} {gold.task.id}") for gold in golds]
-    cache, logits = DynamicCache(), None
-    while not all(row.done for row in rows):
-        fed = [
-            tok.pad_token_id if row.done else row.next(None if logits is None else logits[i])
-            for i, row in enumerate(rows)
-        ]
-        logits = model(input_ids=torch.tensor(fed)[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
-    return rows
-
-
-def measure(model: Any, tok: PreTrainedTokenizerFast, split: str, seed: str = "measure") -> dict[str, Any]:
-    """Success (TGC; SGC: all variants of a scenario), fault shares and sizes on a split."""
-    golds = [gold_task(task_id) for task_id in task_ids(split)]
-    start = time.perf_counter()
-    rows = sample(model, tok, golds, seed)
-    outcomes = [DeskEvaluator().evaluate_gold(row.gold, row.episode.end_state()) for row in rows]
-    scenarios: dict[str, list[bool]] = {}
-    families: dict[str, list[bool]] = {}
-    for gold, outcome in zip(golds, outcomes, strict=True):
-        scenarios.setdefault(gold.task.scenario_id, []).append(bool(outcome.success))
-        families.setdefault(gold.task.metadata["family"], []).append(bool(outcome.success))
-    faults = Counter(fault for outcome in outcomes for fault in outcome.faults)
-    return {
-        "split": split,
-        "tgc": round(mean(bool(outcome.success) for outcome in outcomes), 3),
-        "sgc": round(mean(all(wins) for wins in scenarios.values()), 3),
-        "faults": {fault: round(faults[fault] / len(rows), 3) for fault in sorted({*FAULTS, *faults})},
-        "families": {name: round(mean(wins), 2) for name, wins in families.items()},
-        "tokens": round(mean(row.length for row in rows), 1),
-        "prompt": round(mean(row.prompt for row in rows), 1),
-        "turns": round(mean(row.turns for row in rows), 1),
-        "wall_s": round(time.perf_counter() - start, 1),
-    }
-
-
 def main(words: Sequence[str]) -> None:
-    """Build or measure."""
-    opt = options(words)
+    """Build the policy and write it."""
+    opt: Any = OmegaConf.structured(Options)
+    try:
+        opt.merge_with_dotlist(list(words))
+    except OmegaConfBaseException as error:
+        raise SystemExit(f"{str(error).splitlines()[0]}; write name=value, with a name of {', '.join(opt)}") from None
     torch.set_num_threads(opt.threads)
-    if opt.measure:
-        built: Any = AutoTokenizer.from_pretrained(opt.measure)
-        policy = AutoModelForCausalLM.from_pretrained(opt.measure)
-        print(json.dumps(measure(policy, built, opt.split, f"measure {opt.seed}"), indent=1))
-        return
     torch.manual_seed(opt.seed)
     tok = tokenizer()
     model: Any = AutoModelForCausalLM.from_pretrained(opt.start) if opt.start else network(tok)
     print(f"{model.num_parameters():,} parameters, {len(tok)} tokens")
+    teachers = {name: Teacher(tok, f"{name} {opt.seed}") for name in ("clean", "broad", "faulty")}
+    clean, broad, faulty = teachers.values()
+
+    def phase(name: str, teacher: Teacher, draw: Draw, count: int, lr: float, decay: bool = True) -> None:
+        clone(model, batches(draw, teacher.rng, count, opt.batch), count, lr, name, decay)
+
     if not opt.start:
-        teacher = Teacher(tok, f"clean {opt.seed}")
-        clone(model, batches(teacher.drill, teacher.rng, opt.drill, opt.batch), opt.drill, opt.lr, "drill", decay=False)
-        clean = batches(lambda: teacher.episode({}), teacher.rng, opt.clean, opt.batch)
-        clone(model, clean, opt.clean, opt.lr, "clean")
+        phase("drill", clean, clean.drill, opt.drill, opt.lr, decay=False)
+        phase("clean", clean, lambda: clean.episode({}), opt.clean, opt.lr)
     if opt.broad:
-        broad = Teacher(tok, f"broad {opt.seed}")
-        clone(model, batches(lambda: broad.mixed({}), broad.rng, opt.broad, opt.batch), opt.broad, opt.lr / 2, "broad")
-        print(json.dumps(measure(model, tok, opt.split), indent=1))
+        phase("broad", broad, lambda: broad.mixed({}), opt.broad, opt.lr / 2)
     if opt.faulty:
-        erring = Teacher(tok, f"faulty {opt.seed}")
-        faulty = batches(lambda: erring.mixed(RATES, SLIPS), erring.rng, opt.faulty, opt.batch)
-        clone(model, faulty, opt.faulty, opt.lr / 2, "faulty")
-    out = Path(opt.out)
-    tok.save_pretrained(out)
-    model.save_pretrained(out)
-    for split in ("test_normal", "test_challenge"):
-        print(json.dumps(measure(model, tok, split), indent=1))
+        phase("faulty", faulty, lambda: faulty.mixed(RATES, SLIPS), opt.faulty, opt.lr / 2)
+    tok.save_pretrained(opt.out)
+    model.save_pretrained(opt.out)
 
 
 if __name__ == "__main__":
