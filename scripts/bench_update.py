@@ -1,32 +1,32 @@
 """The GRPO update of draco against TRL 1.16 on the same trajectories: python scripts/bench_update.py [--quick]
 
-Both get the same model, adapter, token ids, masks and per-token advantages, and do what one batch costs: reference
-pass (adapter off), policy pass, loss with k3 KL, backward. Generation, judging and the optimizer step are in neither.
-The script fails unless loss and gradient norm agree to 1e-5; only then are the times of any interest.
+Both get the same model, adapter, token ids, masks and per-token advantages, and both do the work of one batch:
+reference pass (adapter off), policy pass, loss with k3 KL, backward. Neither generates, judges or makes the optimizer
+step. The script fails unless loss and gradient norm agree to 1e-5: otherwise times would mean nothing.
 
 TRL runs in its fastest setting on a CPU: float32, its fused chunked LM head (1.16 has no other), sdpa attention, no
-gradient checkpointing, `GRPOTrainer` itself with the inputs that its generation would hand it, padded as it pads. Of
-whole-batch and one-row micro-batches the faster is taken (tried first, printed). draco runs `Worker` as
+gradient checkpointing; `GRPOTrainer` itself gets the inputs that its generation would hand it, padded as it pads. It
+takes the whole batch at once or one row at a time, whichever is faster (tried first, printed). draco runs `Worker` as
 the trainer does, with as many tokens a pass as TRL's longest row has (at least 1,024).
 
-    tiny    5 layers × 128, 600 words, 24 trajectories of 100–240 tokens     the default run, scaled down
-    middle  4 layers × 256, 32,000 words, 8 trajectories of 160–1,200 tokens  the size that the targets are for
-    head    LM head and log-probs alone, 151,936 × 896                       against its bare matrix products
+    tiny    5 layers × 128, 600 words, 24 trajectories of 100–240 tokens      the default run, scaled down
+    middle  4 layers × 256, 32,000 words, 8 trajectories of 160–1,200 tokens  the size of the figures in README.md
+    head    LM head and log-probs alone, 151,936 × 896                        against its bare matrix products
 
-The share of matrix products and attention is their time under the profiler, in CPU seconds, over those of a step
-without it.
-CPU seconds are of the process, one thread, paired: the two take turns within each repeat and the median of the ratios
-counts. Memory is VmHWM of a fresh process, above what it held before the step. Needs: pip install 'draco[bench]'.
+The share of matrix products and attention is their CPU seconds under the profiler, divided by the CPU seconds of a step
+without it. All CPU seconds are of this process with one thread. The two sides take turns within each repeat, and the
+median of the ratios counts. Memory is the peak (VmHWM) of a fresh process, above what it held before the step.
+Needs: pip install 'draco[bench]'.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -89,7 +89,7 @@ SIZES = {
         tool_share=0.6,
     ),
 }
-#: Rows a pass for TRL that full runs found to be the faster: --quick takes them as given. None: the whole batch.
+#: Rows a pass with which TRL was faster in full runs; --quick uses them untested. None: the whole batch.
 QUICK_ROWS: dict[str, int | None] = {"tiny": None, "middle": 1}
 HEAD_ROWS, HEAD_WIDTH, HEAD_VOCAB = 512, 896, 151_936
 
@@ -103,7 +103,7 @@ def make_model(size: Size) -> LlamaForCausalLM:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """The same adapter for both, not the identity: policy and reference must differ."""
+    """Give both sides the same adapter, which is not the identity: policy and reference must differ."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in sorted(model.named_parameters()):
         if "lora_" in name:
@@ -112,7 +112,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def trajectories(size: Size) -> list[tuple[Trajectory, tuple[float, ...]]]:
-    """Turns of an action (a step) and a tool's answer, with an advantage for every step."""
+    """Turns of an action (a step) and a tool's answer, and an advantage for every step."""
     draw = random.Random(2)
     found = []
     for sample, length in enumerate(size.lengths):
@@ -138,7 +138,6 @@ def trajectories(size: Size) -> list[tuple[Trajectory, tuple[float, ...]]]:
 class Ours:
     """draco's worker; of the policy it needs the model, the device, the version and the reference switch."""
 
-    name = "draco"
     version = 0  #: that of the trajectories
 
     def __init__(self, size: Size) -> None:
@@ -169,8 +168,6 @@ class Ours:
 
 class Trl:
     """TRL's trainer, given a batch that its generation could have made."""
-
-    name = "trl"
 
     def __init__(self, size: Size, rows_per_pass: int | None = None) -> None:
         from tokenizers import Tokenizer, models
@@ -255,23 +252,18 @@ def clocked(function: Callable[[], Any]) -> tuple[float, float]:
 
 
 def fastest_trl(size: Size) -> Trl:
-    """Of the whole batch a pass and one row a pass, the one with fewer CPU seconds."""
-    found = []
-    for rows in (None, 1):
-        candidate = Trl(size, rows)
-        found.append((clocked(candidate.step)[0], candidate))
-    seconds, best = min(found, key=lambda pair: pair[0])
-    print(f"  trl, rows a pass → CPU s: {', '.join(f'{c.rows_per_pass}: {s:.2f}' for s, c in found)}")
-    del found, seconds
-    return best
+    """With the whole batch or one row a pass, whichever takes fewer CPU seconds."""
+    found = [(clocked(trl.step)[0], trl) for trl in (Trl(size, None), Trl(size, 1))]
+    print(f"  trl, rows a pass → CPU s: {', '.join(f'{trl.rows_per_pass}: {s:.2f}' for s, trl in found)}")
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def matmul_share(step: Callable[[], Any], repeats: int) -> float:
     """Share of matrix products and attention in a step's CPU seconds; the median over repeats.
 
-    Each repeat pairs a step without the profiler, which gives the denominator, with one under it: seconds of different
-    minutes would not compare. The profiler's clock runs on while another process has the core; the profiled step's own
-    CPU and wall seconds take that out.
+    Each repeat pairs a step without the profiler (the denominator) with one under it, because the speed of a machine
+    drifts. The profiler's clock also counts while another process has the core; the ratio of CPU to wall seconds of the
+    profiled step corrects that.
     """
     heavy = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
     found = []
@@ -298,29 +290,23 @@ def compare(name: str, repeats: int, quick: bool) -> dict[str, float]:
     print(f"  loss {loss:.8f} and {trl_loss:.8f}, gradient norm {norm:.8f} and {trl_norm:.8f}")
     if max(errors.values()) > TOLERANCE:
         raise SystemExit(f"draco and TRL disagree by more than {TOLERANCE}: {errors}")
-    pairs = [(clocked(ours.step), clocked(trl.step)) for _ in range(repeats)]
-    cpu = statistics.median(theirs[0] / mine[0] for mine, theirs in pairs)
-    wall = statistics.median(theirs[1] / mine[1] for mine, theirs in pairs)
-    sums = ours.totals.sums
-    shares = {
-        "ours": matmul_share(ours.step, max(repeats, 3)),
-        "trl": float("nan") if quick else matmul_share(trl.step, 1),
-    }
-    for i, label in enumerate(("draco", "trl")):
-        print(f"  {label:5s} CPU s {statistics.median(p[i][0] for p in pairs):.3f}"
-              f"  wall s {statistics.median(p[i][1] for p in pairs):.3f}")  # fmt: skip
-    print(f"  ratio: CPU {cpu:.2f}, wall {wall:.2f}; matmul + attention {shares['ours']:.1%} and {shares['trl']:.1%}")
-    return {
-        "cpu_ratio": cpu,
-        "wall_ratio": wall,
-        "cpu_s": statistics.median(p[0][0] for p in pairs),
-        "trl_cpu_s": statistics.median(p[1][0] for p in pairs),
-        "matmul_share": shares["ours"],
-        "trl_matmul_share": shares["trl"],
+    pairs = [(*clocked(ours.step), *clocked(trl.step)) for _ in range(repeats)]
+    cpu_s, wall_s, trl_cpu_s, trl_wall_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    result = {
+        "cpu_ratio": statistics.median(p[2] / p[0] for p in pairs),
+        "wall_ratio": statistics.median(p[3] / p[1] for p in pairs),
+        "cpu_s": cpu_s,
+        "trl_cpu_s": trl_cpu_s,
+        "matmul_share": matmul_share(ours.step, max(repeats, 3)),
+        "trl_matmul_share": float("nan") if quick else matmul_share(trl.step, 1),
         "trl_rows": 1 if trl.rows_per_pass == 1 else 0,
-        "padding_share": 1 - sums["model_tokens"] / sums["computed_tokens"],
+        "padding_share": 1 - ours.totals.sums["model_tokens"] / ours.totals.sums["computed_tokens"],
         **errors,
     }
+    print(f"  draco CPU s {cpu_s:.3f}, wall s {wall_s:.3f}; trl CPU s {trl_cpu_s:.3f}, wall s {trl_wall_s:.3f}; ratios "
+          f"{result['cpu_ratio']:.2f} and {result['wall_ratio']:.2f}; matmul + attention "
+          f"{result['matmul_share']:.1%} and {result['trl_matmul_share']:.1%}")  # fmt: skip
+    return result
 
 
 def head_over_gemm(repeats: int) -> float:
@@ -351,7 +337,8 @@ def head_over_gemm(repeats: int) -> float:
 
 
 def extra_memory(kind: str, size: str) -> float:
-    """Peak MiB of one step above what the process held before it; called in a fresh process."""
+    """Peak MiB of one step above what the process held before it; to be called in a fresh process."""
+    torch.set_num_threads(1)
     made: Ours | Trl = Ours(SIZES[size]) if kind == "draco" else Trl(SIZES[size], int(kind.removeprefix("trl")) or None)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM to what is resident now
     before = _status("VmRSS")
@@ -366,35 +353,20 @@ def _status(field: str) -> float:
     raise SystemExit(f"/proc/self/status has no {field}: memory is measured on Linux alone")
 
 
-def memory(kind: str, size: str) -> float:
-    """`extra_memory` of a fresh process."""
-    command = [sys.executable, __file__, "--memory", kind, size]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the memory run of {kind} failed:\n{done.stderr[-2000:]}")
-    return float(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one repeat, TRL in the setting found before; about a minute on a quiet machine",
-    )
+    parser.add_argument("--quick", action="store_true", help="one repeat, TRL as found before; about a quiet minute")
     parser.add_argument("--repeats", type=int, default=5, help="paired repeats (default 5)")
-    parser.add_argument("--memory", nargs=2, metavar=("KIND", "SIZE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    if options.memory:
-        print(extra_memory(*options.memory))
-        return
     repeats = 1 if options.quick else options.repeats
     tiny, middle = (compare(name, repeats, options.quick) for name in ("tiny", "middle"))
     head = head_over_gemm(repeats)
     timed = f"trl{int(middle['trl_rows'])}"
-    held = {kind: memory(kind, "middle") for kind in ("draco", *([timed] if options.quick else ["trl0", "trl1"]))}
+    kinds = ("draco", timed) if options.quick else ("draco", "trl0", "trl1")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+        held = {kind: fresh.apply(extra_memory, (kind, "middle")) for kind in kinds}
     theirs = held.pop(timed)  # in the setting that was timed
     others = "".join(f", {kind} {value:.0f}" for kind, value in held.items() if kind != "draco")
     print(f"memory above the resident set, MiB: draco {held['draco']:.0f}, {timed} {theirs:.0f}{others}"
