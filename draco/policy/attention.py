@@ -1,12 +1,12 @@
-"""Attention over packed rows: several trajectories behind one another in one row, none of which sees another.
+"""Attention over packed rows: a row holds several trajectories one after another, and none of them sees another.
 
 Transformers can derive a block-diagonal mask from restarting position ids, but a dense T × T mask makes attention
-quadratic in the *packed* length: on a CPU that is 10–20 times slower than attending one trajectory at a time. So a
-packed row is cut at its boundaries for the attention alone; everything else in the model runs on the whole row. Where
-flash-attn is installed its variable-length kernel gets the same boundaries.
+quadratic in the *packed* length: on a CPU that is 10–20 times slower than attending one trajectory at a time. So
+attention alone splits a packed row at its boundaries; all other layers run on the complete row. Where flash-attn is
+installed, its variable-length kernel gets the same boundaries.
 
-Registered with transformers' public `AttentionInterface`, under the name `draco_packed`; without boundaries it is
-plain `sdpa`, so generation and everything else are untouched.
+This is registered with transformers' public `AttentionInterface` as `draco_packed`. Without boundaries it is plain
+`sdpa`, so generation and everything else are unchanged.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def leaks_across_rows(config: Any) -> str | None:
 def pack_attention(model: nn.Module) -> bool:
     """Prepare a transformers model for packed rows; False if it must run one trajectory a row.
 
-    A model that passes the test of its configuration is also tried: two short packed rows must come out as they do
-    alone, so that a new kind of layer cannot be silently wrong.
+    The configuration is checked, then the model itself: two short rows must give the same result packed as alone, so
+    that a new kind of layer cannot be silently wrong.
 
     Args:
         model: causal language model of transformers, or a PEFT model around one.
@@ -124,7 +124,7 @@ def packed_inputs(model: nn.Module, lengths: Sequence[int], device: torch.device
         "max_length_k": longest,
     }
     if base_model(model).config._attn_implementation == _NAME:
-        # A 4-D mask is passed through as it is: no dense block-diagonal mask is built from the position ids.
+        # Transformers passes a 4-D mask on unchanged and then builds no dense mask from the position ids.
         inputs |= {"attention_mask": torch.empty(1, 1, 0, 0, device=device), "packed_lengths": tuple(lengths)}
     return inputs
 
@@ -141,7 +141,7 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Queries [1, heads, T, d] → [1, T, heads, d]; trajectories of a packed row one at a time."""
+    """Queries [1, heads, T, d] → [1, T, heads, d]; attends the trajectories of a packed row one at a time."""
     if packed_lengths is None:
         forward = cast(Any, sdpa_attention_forward)
         return cast(
@@ -151,7 +151,7 @@ def _attention(
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     alone = len(packed_lengths) == 1
-    # `split`, not slices: the backward pass of a slice fills a whole row with zeros, of all splits it is one `cat`.
+    # `split`, not slices: the backward pass of each slice fills a full row with zeros; that of `split` is one `cat`.
     parts = ((t,) if alone else torch.split(t, list(packed_lengths), dim=2) for t in (query, key, value))
     for q, k, v in zip(*parts, strict=True):
         banded = sliding_window is not None and q.shape[2] > sliding_window

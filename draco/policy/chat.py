@@ -1,8 +1,8 @@
 """Token-exact chat: what the template adds around a sampled turn, found once by rendering a dummy conversation.
 
 The prompt of turn t+1 is the exact token list so far plus the tokens that the template adds for the new message.
-Nothing sampled is ever decoded and re-encoded, so training ids are rollout ids. Templates are driven append-only: text
-that a template would strip from earlier turns (thinking) stays in the history.
+Sampled tokens are never decoded and encoded again, so training uses exactly the ids of the rollout. History is only
+appended to: text that a template would strip from earlier turns (thinking) stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChatFormat:
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        one_turn: every conversation ends with its first sampled turn, so that nothing is ever appended to one.
+        one_turn: every conversation ends with its first sampled turn, so nothing is ever appended.
         kwargs: extra template arguments, e.g. ``enable_thinking``.
 
     Raises:
@@ -40,7 +40,7 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._kwargs = kwargs
-        # A fast tokenizer keeps options of a call in itself: threads that step environments must take turns.
+        # A fast tokenizer stores the options of a call in itself, so threads must take turns.
         self._lock = threading.Lock()
         dialogue = [
             {"role": "system", "content": "zq0SYSzq"},
@@ -50,7 +50,7 @@ class ChatFormat:
         self.end_ids = frozenset(self._end_ids())
         self.encode_text = lru_cache(maxsize=65536)(self._encode_untrusted)
         opening = self._render(dialogue[:2], generation=True)
-        #: what the generation prompt leaves open: a turn of such a template begins inside its thinking
+        #: set when the generation prompt ends with an open thinking tag: every turn then begins inside its thinking
         self.opened = _THINK if opening.rstrip().endswith(_THINK) else ""
         self._glue_tail: tuple[int, ...] = ()
         self._glue_after: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class ChatFormat:
         self._glue_after = self._encode(after)
 
     def one_turn(self, **kwargs: Any) -> ChatFormat:
-        """For questions with one answer: other template arguments, and a template that need not be append-only.
+        """The format for questions with a single answer: other template arguments, and any template will do.
 
         Raises:
             TemplateError: the template cannot render a question with them.
@@ -112,7 +112,7 @@ class ChatFormat:
         return self._encode(self._render([{"role": m.role, "content": m.content} for m in opening], generation=True))
 
     def glue(self, observation: str, last_id: int | None) -> tuple[int, ...]:
-        """Gap tokens between the end of a sampled turn and the start of the next.
+        """Tokens between the end of a sampled turn and the start of the next.
 
         Args:
             observation: the environment's text, untrusted.
@@ -124,7 +124,7 @@ class ChatFormat:
         return (*tail, *self.encode_text(observation), *self._glue_after)
 
     def said(self, turn: str) -> str:
-        """What a turn says after its last thought; empty while it still thinks."""
+        """The text of a turn after its last thinking block; empty if thinking has not ended."""
         text = self.opened + turn
         closed = text.rfind(_THOUGHT)
         if text.rfind(_THINK) > closed:
@@ -138,7 +138,7 @@ class ChatFormat:
 
     @lru_cache(maxsize=64)  # noqa: B019 - one ChatFormat a process
     def may_finish(self, stop: tuple[str, ...]) -> frozenset[int]:
-        """Token ids whose text holds the last character of a stop string: only after these must a turn be decoded."""
+        """Token ids whose text has the last character of a stop string: a turn is decoded only after one of these."""
         last = {s[-1] for s in stop}
         vocabulary = range(len(self.tokenizer))
         texts = self.tokenizer.batch_decode([[i] for i in vocabulary], clean_up_tokenization_spaces=False)

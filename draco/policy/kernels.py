@@ -14,7 +14,7 @@ _NEEDED = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 
 
 def require_kernels(model_type: str) -> None:
-    """Refuse a hybrid model that is to run on a GPU and lacks its kernels; a CPU has none and takes the slow path.
+    """Refuse a hybrid model on a GPU when its kernels are missing. A CPU always takes the slow path.
 
     Args:
         model_type: of the model's configuration.

@@ -61,8 +61,8 @@ def hidden_states(
 ) -> Tensor:
     """Hidden states after the final norm, [B, T, H]: what the output head multiplies.
 
-    Uses the public API of transformers (`get_decoder`, `get_output_embeddings`) and works through a PEFT wrapper, whose
-    LoRA layers live inside the base model; its adapter switch (`disable_adapter`) applies as usual.
+    Uses the public API of transformers (`get_decoder`, `get_output_embeddings`). In a PEFT model the LoRA layers are
+    inside the base model, so the adapter and its switch (`disable_adapter`) apply as usual.
 
     Args:
         model: causal language model, or a PEFT model around one.
@@ -87,7 +87,7 @@ def hidden_states(
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """Compare the model's own logits with head(hidden_states) once, at setup: no transformation goes unnoticed.
+    """Compare the model's own logits with head(hidden_states) once, at setup, to find transformations of the logits.
 
     Args:
         model: as for `hidden_states`. Five tokens run through it.

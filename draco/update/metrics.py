@@ -1,4 +1,4 @@
-"""Figures of one training step out of its sums. `docs/metrics.md` says what every name means."""
+"""Metrics of one training step, out of its sums. `docs/metrics.md` says what every name means."""
 
 from __future__ import annotations
 
@@ -32,25 +32,18 @@ def loss_metrics(totals: Totals, loss: LossOptions, grad_norm: float) -> dict[st
         "update/micro_batches": float(sums["micro_batches"]),
         "update/padding_share": 1.0 - sums["model_tokens"] / max(sums["computed_tokens"], 1),
     }
-    if "stale_abs" in sums:  # a batch was sampled by one version
-        metrics |= {
-            "engine/stale_abs": sums["stale_abs"] / tokens,
-            "engine/stale_k3": sums["stale_k3"] / tokens,
-            "engine/stale_ratio_max": maxima["stale_ratio_max"],
-        }
-    else:
-        metrics |= {
-            "engine/mismatch_abs": sums["mismatch_abs"] / tokens,
-            "engine/mismatch_k3": sums["mismatch_k3"] / tokens,
-            "engine/mismatch_ratio_max": maxima.get("mismatch_ratio_max", 0.0),
-        }
+    names = ("stale_abs", "stale_k3", "stale_ratio_max")
+    if "stale_abs" not in sums:  # never both: all of a batch was sampled with the same weights
+        names = ("mismatch_abs", "mismatch_k3", "mismatch_ratio_max")
+    metrics |= {f"engine/{name}": sums[name] / tokens for name in names[:2]}
+    metrics[f"engine/{names[2]}"] = maxima.get(names[2], 0.0)
     if loss.tis_cap:
         metrics["engine/tis_capped_share"] = sums["tis_capped"] / tokens
     return metrics
 
 
 def judge_speed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`judge/tokens_per_s` out of a step's figures, of all ranks together; nothing where the judge answered nothing.
+    """`judge/tokens_per_s` out of a step's metrics, of all ranks together; empty if the judge gave no answer.
 
     >>> judge_speed({"judge/tokens_in": 900.0, "judge/tokens_out": 100.0, "time/judge_s": 4.0})
     {'judge/tokens_per_s': 250.0}
@@ -68,13 +61,6 @@ def credit_metrics(credits: list[Credit]) -> dict[str, float]:
         return {"group/judged": 0.0, "group/skipped": float(len(credits))}
     reasons = Counter(reason for c in groups for reason in c.reasons)
     rewards = [r for c in groups for r in c.judgement.rewards]
-    inert = 0
-    with_criteria = any(c.judgement.criteria for c in groups)
-    for c in groups:
-        scores = torch.tensor([[v.score for v in row] for row in c.judgement.verdicts], dtype=torch.int64)
-        scores = scores.reshape(len(c.judgement.criteria), len(c.advantages))
-        kept = ~torch.tensor(c.judgement.dropped, dtype=torch.bool)
-        inert += int(verdict_unanimous(scores, kept).sum())
     metrics = {
         "group/judged": float(len(groups)),
         "group/skipped": float(len(credits) - len(groups)),
@@ -83,9 +69,17 @@ def credit_metrics(credits: list[Credit]) -> dict[str, float]:
         **{f"credit/{reason}": count / members for reason, count in sorted(reasons.items())},
         "credit/inert_weights": sum(n for r, n in reasons.items() if r != "credited") / members,
     }
-    if with_criteria:
-        metrics["credit/inert_verdicts"] = inert / members
+    if any(c.judgement.criteria for c in groups):
+        metrics["credit/inert_verdicts"] = sum(map(_inert_verdicts, groups)) / members
     return metrics
+
+
+def _inert_verdicts(credit: Credit) -> int:
+    """Trajectories of a group whose surviving passes and fails do not differ."""
+    judgement = credit.judgement
+    scores = torch.tensor([[v.score for v in row] for row in judgement.verdicts], dtype=torch.int64)
+    scores = scores.reshape(len(judgement.criteria), len(credit.advantages))
+    return int(verdict_unanimous(scores, ~torch.tensor(judgement.dropped, dtype=torch.bool)).sum())
 
 
 #: Metrics that count, beside the counters of the judge.
@@ -93,8 +87,8 @@ _COUNTS = ("rollout/count", "rollout/quarantined", "rollout/tokens_per_s", "engi
 
 
 def merge_metrics(many: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Stage metrics of all ranks as one: counts are summed, seconds are the slowest rank's, the rest are means
-    weighted by each rank's rollouts."""
+    """Stage metrics of all ranks as one. Counts are summed, seconds are those of the slowest rank, and the rest are
+    means weighted by the number of rollouts."""
     many = list(many)
     if len(many) == 1:
         return many[0]
