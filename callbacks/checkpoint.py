@@ -89,7 +89,7 @@ class Checkpoints(Callback):
         if is_sharded(pl_module.policy.model):
             return  # to gather the parts takes all ranks, and each may be somewhere else now
         name, done = type(exception).__name__, pl_module.batches_done
-        if not pl_module.whole:
+        if not pl_module.recorded:
             log.warning("%s in the middle of step %d, which is lost: resume goes on before it", name, done)
             return
         try:

@@ -53,7 +53,7 @@ class GRPOModule(LightningModule):
         policy: builds the policy (weights load in `configure_model`, so that bad configurations fail before).
         stages: rollout, rubric and credit; they are among the trainer's callbacks, too.
         optimizer: takes the trainable parameters.
-        loss, update: options above.
+        loss, update: see `LossOptions` and `UpdateOptions`.
         temperature: at which rollouts were sampled and log-probs are taken.
         evaluator: reads end states in validation. Nothing on the training path touches it.
         gather_for_rollouts: of a sharded policy: the engine samples in this process and needs the whole model.
@@ -82,9 +82,10 @@ class GRPOModule(LightningModule):
         self.batches_done = 0  #: our batch counter: the x axis of every log
         self.bad_steps = 0  #: non-finite steps in a row
         self.lr = 0.0  #: of the last optimizer step
-        self.mismatched = False  #: engine and trainer disagree on this batch: it makes no update from there on
-        #: weights, optimizer and counters belong to `batches_done`, whose archive and metrics are written
-        self.whole = True
+        self.mismatched = False  #: engine and trainer disagree on this batch: it makes no further update
+        #: archive and metrics of the last batch are written: weights, optimizer and counters may be saved
+        self.recorded = True
+        self._loaded = False
         self.record: StepRecord | None = None
         self.validation_records: list[EvalRecord] = []
         self.policy: Policy
@@ -97,9 +98,9 @@ class GRPOModule(LightningModule):
 
         A sharded policy is built without weights at first; each rank gets its part of them when Lightning calls.
         """
-        new = not hasattr(self, "policy")
+        new = not self._loaded
         if new:
-            self.policy = self._make_policy()
+            self.policy, self._loaded = self._make_policy(), True
             (output_head if next(self.policy.parameters()).is_meta else check_head)(self.policy.model)
         model = self.policy.model
         if not next(model.parameters()).is_meta:
@@ -210,7 +211,7 @@ class GRPOModule(LightningModule):
             yield [share]
 
     def _row_lists(self, credited: Iterable[Credit]) -> Iterator[list[Row]]:
-        """All rows at once in batch order, or each group's rows as it arrives (not where ranks agree on a plan)."""
+        """All rows at once in batch order, or each group's rows as it arrives (in a sharded run all at once: ranks first agree on the number of micro-batches)."""
         assert self.record is not None
         if self.update_options.order == "arrival" and not is_sharded(self.policy.model):
             for credit in credited:
@@ -242,8 +243,8 @@ class GRPOModule(LightningModule):
 
         Every rank decides alike, from the same sums: without a token in the denominator no rank makes a step.
         """
-        self.whole = False
-        hold()  # until `on_train_batch_end`: signals never part the weights from their records
+        self.recorded = False
+        hold()  # signals wait until `on_train_batch_end`: weights and their records stay together
         optimizer = self.optimizers()
         parameters = self.trainable()
         norm = 0.0
@@ -290,20 +291,20 @@ class GRPOModule(LightningModule):
             totals,
         )
         groups, credits, calls, metrics, parts = zip(*gather(own), strict=True)
-        whole = Totals()
+        total = Totals()
         for part in parts:
-            whole.add(part)
+            total.add(part)
         ranks = len(parts)
         self.record.groups = sorted((g for part in groups for g in part), key=lambda g: g.index)
         self.record.credits = sorted((c for part in credits for c in part), key=lambda c: c.judgement.group.index)
         self.record.calls = [call for part in calls for call in part]
-        self.record.metrics |= loss_metrics(whole, self.loss_options, grad_norm)
+        self.record.metrics |= loss_metrics(total, self.loss_options, grad_norm)
         self.record.metrics |= credit_metrics(self.record.credits)
         self.record.metrics |= merge_metrics(metrics)
         self.record.metrics |= {
             "update/bad_steps": float(self.bad_steps),
             "update/lr": self.lr,
-            **{f"time/{name}": whole.sums[name] / ranks for name in ("reference_s", "forward_s", "backward_s")},
+            **{f"time/{name}": total.sums[name] / ranks for name in ("reference_s", "forward_s", "backward_s")},
         }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -316,11 +317,11 @@ class GRPOModule(LightningModule):
         """
         assert self.record is not None
         self.log_at(self.batches_done, self.record.metrics)
-        self.whole = True
+        self.recorded = True
         if self.mismatched:
             raise TrainingStopped(
                 f"engine and trainer differ by {self.record.metrics['engine/mismatch_abs']:.3g} nats a token, more "
-                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no update from there on, and "
+                f"than engine.max_mismatch={self.rollout.max_mismatch:g}; the batch made no further update, and "
                 "the last checkpoint is intact: wrong adapter, chat template or temperature in the engine?"
             )
         if self.bad_steps >= self.update_options.max_bad_steps:

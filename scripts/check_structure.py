@@ -1,6 +1,6 @@
 """What ruff and import-linter do not check: no test module is imported, and no file or function is too long.
 
-    python scripts/check_structure.py [--strict]       # --strict: a file or function that is too long is an error too
+python scripts/check_structure.py [--strict]       # --strict: a file or function that is too long is an error too
 """
 
 from __future__ import annotations

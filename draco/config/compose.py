@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from draco.config.choices import explained, refuse_unread
 from draco.core.errors import ConfigError, DracoError
 
-__all__ = ["compose_config", "instantiate", "instantiate_group", "judge_config", "with_judge"]
+__all__ = ["class_of", "compose_config", "instantiate", "instantiate_group", "judge_config", "with_judge"]
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -76,6 +76,18 @@ def instantiate(node: Any, **options: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, DracoError):
             raise error.__cause__ from None
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def class_of(node: DictConfig) -> Any:
+    """The class that a node names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        return hydra.utils.get_class(str(node.get("_target_")))
+    except (ImportError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
 
 

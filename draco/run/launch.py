@@ -10,22 +10,21 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from draco.config.compose import class_of
 from draco.config.rules import check
 from draco.core.distributed import barrier, launched, local_rank, main_only, world_size
 from draco.core.errors import ConfigError
+from draco.policy.sharding import ShardedStrategy
 
 __all__ = ["fetch_weights", "launch_processes", "nearest", "on_gpu", "place", "processes", "say_shares", "sharded"]
 
 log = logging.getLogger("draco")
 
-_SHARDED = "draco.policy.sharding.ShardedStrategy"
-_IN_PROCESS = "draco.rollout.engines.transformers.TransformersEngine"
-
 
 def sharded(config: DictConfig) -> bool:
     """Whether the trainer shards the policy (FSDP2)."""
     strategy = config.trainer.get("strategy")
-    return isinstance(strategy, DictConfig) and strategy.get("_target_") == _SHARDED
+    return isinstance(strategy, DictConfig) and issubclass(class_of(strategy), ShardedStrategy)
 
 
 def on_gpu(config: DictConfig) -> bool:
@@ -106,7 +105,7 @@ def place(config: DictConfig) -> None:
         for key, value in {"devices": local, "num_nodes": launched() // local}.items():
             OmegaConf.update(config, f"trainer.{key}", value, force_add=True)
     _check_gpus(config)
-    if sharded(config) and config.engine.get("_target_") == _IN_PROCESS and not config.distributed.gather_for_rollouts:
+    if sharded(config) and class_of(config.engine).in_process and not config.distributed.gather_for_rollouts:
         raise ConfigError(
             "engine=transformers cannot sample from a sharded policy: use engine=vllm (servers), or, if one device can "
             "hold the whole model, distributed.gather_for_rollouts=true, or trainer=ddp"

@@ -38,9 +38,11 @@ class Engine(ABC, Generic[R]):
     #: mean |Δ log-prob| between engine and trainer, in nats a token, above which a batch makes no update and the run
     #: stops; None never stops it
     max_mismatch: float | None = None
-    #: the update waits until a whole batch is judged, and for `rest`
+    #: it samples in this process with the trainer's own weights: of a sharded policy it needs the whole model
+    in_process: bool = False
+    #: the update must wait until the whole batch is judged, and call `rest` first
     rests: bool = False
-    #: 1: a batch rolls out in the background (`begin`) while the one before is judged and trained; 0: none does
+    #: 1: a batch rolls out in the background (`begin`) while the batch before is judged and trained; 0: never
     staleness: int = 0
 
     def check(self) -> None:

@@ -44,6 +44,8 @@ class TransformersEngine(Engine):
         max_mismatch: see `Engine`.
     """
 
+    in_process = True
+
     def __init__(
         self,
         max_batch: int = 256,
