@@ -6,10 +6,10 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from support import ROOT
 
 PACKAGES = ("draco", "callbacks", "conf")
 

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 import ablation
-from draco.study.verbs import evaluate
 import pytest
 from support import ROOT
 from support.runs import QUICK, train
 
 from draco.config.arguments import prices_of
-from draco.core.llm.money import Prices
 from draco.core.errors import ConfigError
-
+from draco.core.llm.money import Prices
+from draco.study.verbs import evaluate
 
 
 @pytest.fixture(scope="module")

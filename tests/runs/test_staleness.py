@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.echo import EchoEnvironment, TypedEngine
-from support.policies import TINY
-from support.fake_vllm import FakeVllm
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from support.configuration import configuration
+from support.echo import EchoEnvironment, TypedEngine
+from support.fake_vllm import FakeVllm
 from support.module import Rewards, make_module, make_trainer, script
+from support.policies import TINY
 
 from callbacks.credit.uniform import UniformCredit
 from callbacks.rollout import AgentRollout
