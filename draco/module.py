@@ -211,7 +211,10 @@ class GRPOModule(LightningModule):
             yield [share]
 
     def _row_lists(self, credited: Iterable[Credit]) -> Iterator[list[Row]]:
-        """All rows at once in batch order, or each group's rows as it arrives (in a sharded run all at once: ranks first agree on the number of micro-batches)."""
+        """All rows at once in batch order, or each group's rows as it arrives.
+
+        The ranks of a sharded run first agree on the number of micro-batches: there it is all at once.
+        """
         assert self.record is not None
         if self.update_options.order == "arrival" and not is_sharded(self.policy.model):
             for credit in credited:

@@ -11,6 +11,7 @@ A restart keeps nothing: the set is a file, and the run's configuration names it
 
 from __future__ import annotations
 
+import logging
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from draco.judge.client import JudgeClient
 from draco.judge.stage import JudgedRubric
 
 __all__ = ["StaticRubric", "load_criteria"]
+
+log = logging.getLogger("draco")
 
 _FIELDS = ("title", "description", "evaluator_instruction")
 
@@ -42,6 +45,23 @@ class StaticRubric(JudgedRubric):
         """
         super().__init__(judge, **options)
         self.static_criteria = load_criteria(criteria)
+
+    def check(self) -> None:
+        """A judge that works by rules finds criteria without a rule not applicable: no reward would ever come of them.
+
+        Raises:
+            ConfigError: it has a rule for none of the criteria.
+        """
+        known = self.client.known_titles()
+        unknown = [] if known is None else [c.title for c in self.static_criteria if c.title not in known]
+        if len(unknown) == len(self.static_criteria):
+            raise ConfigError(
+                f"judge.model={self.client.model} has a rule for none of the static rubric's criteria and would reward "
+                "nothing; use judge=litellm judge.model=PROVIDER/MODEL, or titles of its own set (rubric.criteria=desk)"
+            )
+        if unknown:
+            log.warning("judge.model=%s has no rule for %s: never applicable", self.client.model, ", ".join(unknown))
+        super().check()
 
     def criteria(self, group: Group) -> tuple[Criterion, ...]:
         """The fixed set."""

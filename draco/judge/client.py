@@ -93,6 +93,19 @@ class JudgeClient:
                 ) from None
         return litellm
 
+    def known_titles(self) -> frozenset[str] | None:
+        """Titles of the criteria that this judge has rules for; None: it can judge any criterion.
+
+        Raises:
+            JudgeConfigError: `judge.titles` names no set of texts.
+        """
+        if self.options.titles is None:
+            return None
+        titles = locate(self.options.titles.replace(":", "."))
+        if not isinstance(titles, frozenset):
+            raise JudgeConfigError(f"judge.titles {self.options.titles!r} is no frozenset; expected module:NAME")
+        return titles
+
     @property
     def store(self) -> Store | None:
         """The database, opened at first use; None where nothing is kept."""

@@ -30,6 +30,7 @@ class JudgeOptions:
     api_base: str | None = None  #: address of an OpenAI-compatible server
     api_key: str | None = field(default=None, repr=False)  #: where no environment variable can hold it; never recorded
     environments: Sequence[str] = ()  #: names of those that it can judge; empty: any. Read before a run
+    titles: str | None = None  #: `module:NAME` of the criteria that it has rules for; None: it can judge any
     provider: str | None = None  #: `module:function` of a function that registers a custom litellm provider
     #: models to ask, in turn, where this one gives no reply
     fallbacks: Sequence[str | Mapping[str, Any]] = field(default=(), repr=False)
