@@ -35,7 +35,7 @@ help:
 install: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python train.py $(ARGS)
+	$(BIN)/draco train $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld and not report and not tau and not distributed" $(PYTEST_ARGS)

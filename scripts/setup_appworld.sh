@@ -103,10 +103,10 @@ if [ -z "$data" ]; then
     echo '  scripts/setup_appworld.sh --data download     the real tasks (or --data mini to try things out)'
 elif [ "$data" = mini ]; then
     echo '  make test-appworld                            the AppWorld tests, on these tasks'
-    echo "  python train.py env=appworld env.python=$venv/bin/python env.data=$into policy=hf policy.path=MODEL judge=litellm judge.model=PROVIDER/MODEL tasks_per_step=3 …"
+    echo "  draco train env=appworld env.python=$venv/bin/python env.data=$into policy=hf policy.path=MODEL judge=litellm judge.model=PROVIDER/MODEL tasks_per_step=3 …"
 else
-    echo '  python train.py experiment=appworld_qwen36_27b                    training (see conf/experiment/)'
-    echo '  python scripts/evaluate.py run=runs/NAME env=appworld split=test_normal,test_challenge n=3 checkpoints=last3'
+    echo '  draco train experiment=appworld_qwen36_27b                    training (see conf/experiment/)'
+    echo '  draco evaluate run=runs/NAME env=appworld split=test_normal,test_challenge n=3 checkpoints=last3'
 fi
 [ "$venv" = "$root/.venv-appworld" ] || echo "  (with env.python=$venv/bin/python)"
 if [ -n "$into" ] && [ "$into" != "$root/.appworld" ]; then echo "  (with env.data=$into)"; fi

@@ -56,4 +56,4 @@ case $build in
 esac
 "$venv/bin/python" -c 'import vllm' >/dev/null
 echo "$wanted" >"$venv/.installed"
-echo "$venv is ready; use it with: python train.py engine=vllm"
+echo "$venv is ready; use it with: draco train engine=vllm"

@@ -93,7 +93,7 @@ def read_sheet(run: Path, file: Path) -> Calibration:
         ConfigError: an unknown rating, an id that the archive has not or that occurs twice, or no rating at all.
     """
     if not file.is_file():
-        raise ConfigError(f"{file}: no such sheet; make one with scripts/report.py RUN audit=100")
+        raise ConfigError(f"{file}: no such sheet; make one with draco report RUN audit=100")
     rated: dict[Key, int] = {}
     unrated = 0
     for line, row in enumerate(_read(file), start=1):

@@ -152,7 +152,7 @@ def _scatter(split: str, rows: Mapping[str, Sequence[Evaluation]], cost: Callabl
         if x and y and not any(missing.values()):
             series.append(Series(name, (x.mean,), (y.mean,)))
     without = "; ".join(f"no {what}: {', '.join(names)}" for what, names in lacking.items() if names)
-    gap = "no evaluation has a cost; give prices=READ,WRITTEN here or to scripts/evaluate.py"
+    gap = "no evaluation has a cost; give prices=READ,WRITTEN here or to draco evaluate"
     return _panel(series, gap, split + (f" ({without})" if series and without else ""), "scatter")
 
 
@@ -208,7 +208,7 @@ def _pass_rate(data: _Data) -> Figure:
     notes = [data.seeds, how]
     if without := [s for s in data.cells if s not in lines]:
         notes.append(f"No rubric: {', '.join(without)}.")
-    notes += [] if rescored else ["No run was re-scored on a static set (scripts/rescore.py RUN --rubric static)."]
+    notes += [] if rescored else ["No run was re-scored on a static set (draco rescore RUN)."]
     title, axes = "F4 · Pass rate of the training rubric", ("training step", "passes / (passes + fails)")
     panels = [_panel(series, "no run with a rubric")]
     return _figure("F4_pass_rate", title, axes, panels, notes=notes, smooth=smooth)
@@ -248,7 +248,7 @@ def _frontier(data: _Data) -> Figure:
         rows = {s: finals(cell, split) for s, cell in {**by_setting(models), **data.cells}.items()}
         panels.append(_scatter(split, rows, usd_a_task))
         notes += fault_notes(split, rows)
-    gap = "no frontier model was evaluated (scripts/evaluate.py policy=litellm model=… out=FOLDER)"
+    gap = "no frontier model was evaluated (draco evaluate policy=litellm model=… out=FOLDER)"
     title = "F6 · Frontier models and trained policies by cost"
     return _figure("F6_frontier", title, ("USD a task", "TGC"), panels, gap, notes)
 
@@ -310,7 +310,7 @@ def _judge_replay(data: _Data) -> Figure:
             }
             series = tuple(over_seeds(label, [curve]) for label, curve in curves.items() if curve)
             panels.append(Panel(f"{run.path.name}, judged again by {content['judge']}", series))
-    gap = "no judge was replayed (scripts/replay_judge.py RUN --judge …)"
+    gap = "no judge was replayed (draco replay RUN judge=…)"
     axes = ("training step (start of window)", "share")
     return _figure("F9_judge_replay", "F9 · The same calls, judged again", axes, panels, gap)
 

@@ -178,9 +178,7 @@ def _models(runs: Sequence[Run], prices: Prices | None) -> Table:
     if any(row[5] is None for row in rows):
         notes.append("No cost: an evaluation counted no tokens, or no prices were given (prices=READ,WRITTEN).")
     if all(r.trained for r in runs):
-        notes.append(
-            "No frontier model was evaluated (scripts/evaluate.py policy=litellm … out=FOLDER; pass FOLDER too)."
-        )
+        notes.append("No frontier model was evaluated (draco evaluate policy=litellm … out=FOLDER; pass FOLDER too).")
     forms = {"turns": "{:.1f}", columns[5]: "{:.4g}", columns[6]: "{:.3g}"}
     title = "T8 · Models: success and the cost of evaluating them"
     return Table("T8_models", title, columns, tuple(rows), notes=tuple(notes), forms=forms)

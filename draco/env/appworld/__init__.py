@@ -1,4 +1,5 @@
-"""`appworld`: the AppWorld engine as an environment of draco. scripts/setup_appworld.sh sets it up.
+"""`appworld`: the AppWorld engine as an environment of draco. scripts/setup_appworld.sh of the repository sets it
+up.
 
 environment  environment, episode and evaluator
 prompt       what the agent is told, and how long outputs are cut

@@ -121,7 +121,8 @@ class ForkServer:
             ours.close()
             shutil.rmtree(stage, ignore_errors=True)
             raise StartFailed(
-                f"env.python={options.python} could not be started: {error}; run scripts/setup_appworld.sh"
+                f"env.python={options.python} could not be started: {error}; run scripts/setup_appworld.sh of the "
+                "repository"
             ) from error
         self.pid = process.pid
         self._finalizer = weakref.finalize(self, _end, process, stage)

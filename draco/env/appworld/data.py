@@ -13,7 +13,10 @@ from draco.env.appworld.inside.data_roots import INDEX
 
 __all__ = ["SETUP", "Roots"]
 
-SETUP = "run scripts/setup_appworld.sh --data download (or --data mini) and set env.data to the folder that it names"
+SETUP = (
+    "run scripts/setup_appworld.sh --data download (or --data mini) of the repository and set env.data to the folder "
+    "that it names"
+)
 
 
 @dataclass(frozen=True, slots=True)

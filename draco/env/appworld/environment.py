@@ -43,7 +43,7 @@ def _required_layers(python: str, isolation: str) -> tuple[str, ...]:
         ConfigError: this machine lacks one, or the interpreter is not there.
     """
     if shutil.which(python) is None:
-        raise ConfigError(f"env.python={python}: no interpreter there; run scripts/setup_appworld.sh")
+        raise ConfigError(f"env.python={python}: no interpreter there; run scripts/setup_appworld.sh of the repository")
     found = sandbox.available()
     missing = ", ".join(layer for layer in _REQUIRED if layer not in found)
     if missing and isolation == "strict":
@@ -230,7 +230,8 @@ class AppWorldEnvironment(Environment):
         except AppWorldFault as error:
             raise ConfigError(
                 f"env=appworld cannot open task {task.id} with env.python={self._options.python} on "
-                f"{self.roots.rollout}: {error}; scripts/setup_appworld.sh makes what it needs, --help says how"
+                f"{self.roots.rollout}: {error}; scripts/setup_appworld.sh of the repository makes what "
+                "it needs, --help says how"
             ) from error
         finally:
             episode.close()

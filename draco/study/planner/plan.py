@@ -103,8 +103,8 @@ def _notes(size: ModelSize, nodes: int, ways: list[Layout]) -> list[str]:
     if nodes > 1:
         starts = ", ".join(f"{layout.name} {layout.train}" for layout in ways)
         found.append(
-            f"several nodes: on each, torchrun --nnodes {nodes} --nproc-per-node N ({starts}); scripts/slurm/ starts "
-            "one process a GPU. GPU numbers are those of a node, alike on all"
+            f"several nodes: on each, torchrun --nnodes {nodes} --nproc-per-node N ({starts}); scripts/slurm/ of "
+            "the repository starts one process a GPU. GPU numbers are those of a node, alike on all"
         )
     return found
 

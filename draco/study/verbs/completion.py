@@ -128,7 +128,7 @@ def _values(annotation: object) -> list[str]:
 def _passes(choice: str, prefixes: Sequence[str], options: Iterable[str]) -> bool:
     """Whether a command passes this on to the configuration."""
     key = choice.partition("=")[0]
-    if key.rpartition(".")[2].startswith("_"):  # _target_ is no user's option
+    if key.rpartition(".")[2].startswith("_") or key.startswith("hydra"):  # _target_ is no user's option
         return False
     if not prefixes:
         return key not in options

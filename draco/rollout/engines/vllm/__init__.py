@@ -10,7 +10,7 @@
     adapter_check.py  what a server must answer before rollouts use an adapter
     launch.py         servers that belong to the run; watchdog.py ends them with it
 
-vLLM is never imported: it lives in an environment of its own (`scripts/setup_vllm.sh`).
+vLLM is never imported: it lives in an environment of its own (`scripts/setup_vllm.sh` of the repository).
 """
 
 from draco.rollout.engines.vllm.engine import VllmEngine

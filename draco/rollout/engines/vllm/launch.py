@@ -267,8 +267,8 @@ def interpreter(python: str, option: str = "engine.python=") -> str:
     path = Path(python).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"{option}{python}: no such interpreter; make the environment with scripts/setup_vllm.sh, or name "
-            "the Python of one that has vLLM 0.32"
+            f"{option}{python}: no such interpreter; make the environment with scripts/setup_vllm.sh of the "
+            "repository, or name the Python of one that has vLLM 0.32"
         )
     return str(path.absolute())  # not resolved: the link is what makes it the environment's
 
