@@ -7,10 +7,11 @@ readers leave it out, and `mend_lines` cuts it off before more is appended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from draco.core.errors import ConfigError
 
 __all__ = [
     "append_line",
+    "create_once",
     "mend_lines",
     "publish",
     "read_json",
@@ -58,6 +60,23 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     publish(temporary, path)
+
+
+def create_once(path: Path, make: Callable[[Path], object]) -> None:
+    """Make a file that several processes may want to make at the same moment; the first one's stays.
+
+    Args:
+        path: of the file; nothing is done if it is there.
+        make: writes the file at another path.
+    """
+    if path.is_file():
+        return
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    make(temporary)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,11 +12,9 @@ Nothing here holds a key of the provider: texts arrive redacted, and of a prompt
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import sqlite3
 import time
 import zlib
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draco.core.errors import ConfigError
+from draco.core.files import create_once
 from draco.core.llm.money import Usage
 from draco.core.llm.transport import Reply
 from draco.judge.records import CallRecord
@@ -98,13 +97,7 @@ class Store:
     def __init__(self, folder: Path, rank: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank={rank:04d}.sqlite"
-        if not self.path.is_file():
-            made = self.path.with_suffix(f".{os.getpid()}.tmp")
-            made.unlink(missing_ok=True)
-            _open(made).close()
-            with contextlib.suppress(FileExistsError):
-                os.link(made, self.path)  # complete or not there: other ranks look for it now; the first one wins
-            made.unlink()
+        create_once(self.path, lambda made: _open(made).close())  # complete before other ranks can find it
         self._own = _open(self.path)
         self._others = [_open(p) for p in sorted(folder.glob("rank=*.sqlite")) if p != self.path]
 

@@ -37,7 +37,7 @@ from draco.judge.replies import (
     check_scores,
 )
 from draco.judge.requests import JudgeRequest
-from draco.judge.transcript import Blocks, Caps
+from draco.judge.transcript import LEAST_SECRET, Blocks, Caps
 from draco.judge.verdicts import count_scores, judgement_of, surviving
 from draco.judge.views import VIEWS
 from draco.judge.votes import Ballot, Panel, Voter, panel_of
@@ -50,8 +50,10 @@ ProposeCache = Literal["group", "run"]
 
 
 def _check_secret(secret: bytes) -> None:
-    if len(secret) < 16:
-        raise ConfigError("the transcript secret must have at least 16 bytes; take secrets.token_bytes(32)")
+    if len(secret) < LEAST_SECRET:
+        raise ConfigError(
+            f"the transcript secret must have at least {LEAST_SECRET} bytes; take secrets.token_bytes(32)"
+        )
 
 
 @dataclass(slots=True)

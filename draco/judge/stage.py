@@ -1,29 +1,25 @@
-"""What the rubric callbacks share: judging on the background loop while rollouts go on, records, metrics, a guard.
+"""What the rubric callbacks share: `BaseRubric` hands over records and metrics, `JudgedRubric` asks a judge.
 
-`BaseRubric` is the small interface that the CLI and the archive see on every rubric; `JudgedRubric` adds a judge.
 No parameter here can carry an evaluator: a judged rubric cannot read outcomes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.config.checks import number, one_of
+from draco.config.options import Share, checked
 from draco.core.background import BackgroundLoop
 from draco.core.distributed import barrier, gather, rank, world_size
-from draco.core.errors import ConfigError, JudgeError, TrainingStopped
+from draco.core.errors import JudgeError, TrainingStopped
 from draco.core.types import Criterion, Failure, Group, Judgement
 from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
@@ -31,7 +27,7 @@ from draco.judge.ping import ping
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
 from draco.judge.prompts import CALLS
 from draco.judge.records import CallRecord, add_metrics, length_metrics, with_rates
-from draco.judge.transcript import Caps
+from draco.judge.transcript import Caps, read_secret
 from draco.judge.votes import Panel
 from draco.policy.policy import Policy
 from draco.stages import RubricStage, RunContext, Taken
@@ -40,7 +36,7 @@ __all__ = ["BaseRubric", "JudgedRubric", "judged_without_criteria", "read_secret
 
 
 class BaseRubric(RubricStage):
-    """A rubric stage with the methods that the CLI, the logger and the archive call on any of them."""
+    """A rubric stage that keeps records of calls and metrics of judgements until they are taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +52,7 @@ class BaseRubric(RubricStage):
         taken = []
         while self._records:
             taken.append(self._records.popleft())
-        # Members and repeats ask alike; a fallback is another model within one call, so attempts go before models.
+        # Attempts before models: a fallback is another model within one call.
         return sorted(
             taken,
             key=lambda r: (
@@ -65,14 +61,16 @@ class BaseRubric(RubricStage):
         )  # fmt: skip
 
 
+@checked("rubric", max_failed_share="judge.max_failed_share")
 class JudgedRubric(BaseRubric):
     """Judges groups by LLM calls on the background loop.
 
-    `judge` drains its groups on the caller's thread and submits each as it arrives, so that judging goes on while the
-    in-process engine generates. Only then does it yield: the policy is never updated while it still samples.
+    `judge` takes all groups on the caller's thread and submits each as it arrives, so that the judge works while the
+    in-process engine generates. It yields after the last group has arrived: the policy is never updated while it still
+    samples.
 
-    A restart keeps the proposals that `propose_cache="run"` reuses, nothing else: calls in flight are
-    made again, and cost nothing where the judge's cache has their replies.
+    A restart keeps the proposals that `propose_cache="run"` reuses, nothing else. Calls in flight are made again, and
+    cost nothing where the judge's cache has their replies.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class JudgedRubric(BaseRubric):
         attribution_overrides: Overrides = "ignore",
         propose_cache: ProposeCache = "group",
         order: Literal["batch", "arrival"] = "batch",
-        max_failed_share: float | None = None,
+        max_failed_share: Share | None = None,
         max_action_chars: int = 24_000,
         max_observation_chars: int = 12_000,
         panel: Panel | None = None,
@@ -91,28 +89,27 @@ class JudgedRubric(BaseRubric):
         """Set up the stage.
 
         Args:
-            judge: carries the calls; names the plan and the members of an ensemble.
+            judge: carries the calls; its options name the view and the members of an ensemble.
             caveats: added to every prompt, before those of the environment.
-            secret_path: file that keys the transcript delimiters, made with mode 0600 if missing. `bind` may give the
-                secret itself. Without either a secret of this process is used.
+            secret_path: file that keys the transcript delimiters, made with mode 0600 if missing. `open` may give the
+                secret itself. Without either, a secret of this process is used.
             attribution_overrides: see `JudgePipeline`.
             propose_cache: see `JudgePipeline`.
             order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
             max_failed_share: more failed judgements than this share of a batch's trajectories stop the run; None takes
                 the judge's own.
-            max_action_chars, max_observation_chars: of one step; the middle of a longer text is left out, visibly.
-            panel: who scores; None: the judge's members, or the judge alone.
+            max_action_chars, max_observation_chars: of one step; a longer text is shown without its middle.
+            panel: who scores; None: the judge's members, or its model alone.
+
+        Raises:
+            ConfigError: an option is out of range.
         """
         super().__init__()
-        one_of("rubric.order", order, ("batch", "arrival"))
-        if max_failed_share is None:
-            max_failed_share = judge.options.max_failed_share
-        number("judge.max_failed_share", max_failed_share, 0, 1)
         self.needs_citations = True  #: False skips the attribution calls
         self.client = judge
         self.caveats = tuple(caveats)
         self.order = order
-        self.max_failed_share = max_failed_share
+        self.max_failed_share = judge.options.max_failed_share if max_failed_share is None else max_failed_share
         secret = read_secret(Path(secret_path)) if secret_path else secrets.token_bytes(32)
         self.pipeline = JudgePipeline(
             judge,
@@ -199,19 +196,19 @@ class JudgedRubric(BaseRubric):
                 pending[loop.submit(self._judge_group(group, self.criteria(group)))] = group
             members = sum(len(group.live().trajectories) for group in pending.values())
             lost: list[Failure] = []
-            alone = self.client.spend.world == 1  # of a preflight rank 0 alone makes the calls
+            alone = self.client.spend.world == 1  # also in a preflight, where only rank 0 makes calls
             self.attend(pending)
             for future in self._ordered(pending):
                 judgement = future.result()
                 lost += [f for f in judgement.failures if f.phase != "rollout"]
                 self._metrics.append({**judgement.metrics, **length_metrics(pending[future], judgement)})
                 if alone:
-                    self._guard(lost, members)
+                    self._stop_if_lost(lost, members)
                 yield judgement
             if not alone:
-                self._agree(lost, members)
+                self._stop_if_lost(*self._of_all_ranks(lost, members))
             if self.client.router.unreachable > unreachable:
-                self._alive()
+                self._stop_if_gone()
         finally:
             for future in pending:
                 future.cancel()
@@ -244,27 +241,15 @@ class JudgedRubric(BaseRubric):
             done, left = wait(left, return_when=FIRST_COMPLETED)
             yield from sorted(done, key=lambda future: pending[future].index)
 
-    def _agree(self, lost: Sequence[Failure], members: int) -> None:
-        """Tell the other ranks what this one has spent and lost of the batch, and hear it from them. Decide alike."""
+    def _of_all_ranks(self, lost: list[Failure], members: int) -> tuple[list[Failure], int]:
+        """Exchange spending, lost judgements and members of the batch with the other ranks; all then decide alike."""
         spend = self.client.spend
         before = spend.agreed
-        usd, tokens, losses, sizes = zip(*gather((*spend.own(), list(lost), members)), strict=True)
+        usd, tokens, losses, sizes = zip(*gather((*spend.own(), lost, members)), strict=True)
         spend.agree(before[0] + sum(usd), before[1] + sum(tokens))
-        all_lost = [failure for part in losses for failure in part]
-        self._guard(all_lost, sum(sizes))
+        return [failure for part in losses for failure in part], sum(sizes)
 
-    def _alive(self) -> None:
-        """Calls of this batch were given up because the provider failed. Was that a flaw, or is it gone?
-
-        What fell out below `max_failed_share` may be trained without; with a judge that is gone, it would be a batch
-        that an undisturbed run does not make.
-        """
-        try:
-            self.ping()
-        except JudgeError as error:
-            raise TrainingStopped(f"the judge no longer answers: {error}") from None
-
-    def _guard(self, lost: Sequence[Failure], members: int) -> None:
+    def _stop_if_lost(self, lost: Sequence[Failure], members: int) -> None:
         if lost and len(lost) > self.max_failed_share * members:
             last = lost[-1]
             raise TrainingStopped(
@@ -272,6 +257,17 @@ class JudgedRubric(BaseRubric):
                 f"judge.max_failed_share={self.max_failed_share}; last reason, in {last.phase}: "
                 f"{last.reason.removeprefix(f'{last.phase}: ')}"
             )
+
+    def _stop_if_gone(self) -> None:
+        """Ask the judge again after calls of this batch were given up.
+
+        Training may go on without the judgements that a passing fault cost. If the judge is gone, an undisturbed run
+        would make another batch of it, so the run stops.
+        """
+        try:
+            self.ping()
+        except JudgeError as error:
+            raise TrainingStopped(f"the judge no longer answers: {error}") from None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Calls in flight end at once: what they would cost buys nothing any more."""
@@ -295,25 +291,6 @@ class JudgedRubric(BaseRubric):
             task: tuple(Criterion(**(c | {"grounding_references": tuple(c["grounding_references"])})) for c in found)
             for task, found in state_dict.get("proposals", {}).items()
         }
-
-
-def read_secret(path: Path) -> bytes:
-    """The secret in a file, made with mode 0600 if there is none.
-
-    Raises:
-        ConfigError: the file is too short to be a secret.
-    """
-    if not path.is_file():
-        made = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with open(made, "wb", opener=partial(os.open, mode=0o600)) as file:
-            file.write(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):
-            os.link(made, path)  # whole or not there, and the first of several processes wins
-        made.unlink()
-    secret = path.read_bytes()
-    if len(secret) < 16:
-        raise ConfigError(f"{path} holds {len(secret)} bytes, a transcript secret needs at least 16; delete the file")
-    return secret
 
 
 def judged_without_criteria(group: Group, rewards: dict[int, float], failures: Sequence[Failure]) -> Judgement:

@@ -1,4 +1,4 @@
-"""A trajectory as numbered, role-tagged text between unguessable delimiters.
+"""A trajectory as numbered text with role tags, between delimiters that nobody can guess.
 
     <<<BEGIN TRANSCRIPT 5f2c…>>>
     [system]
@@ -12,36 +12,50 @@
     [transcript ends]
     <<<END TRANSCRIPT 5f2c…>>>
 
-Nothing in it tells how the episode ended or whether it succeeded. All of it is untrusted: the code of the delimiters is
-an HMAC of the content under a secret of the run, so that no text inside can contain its own delimiter, while the same
-content always gives the same prompt (caches and resume rely on that).
+Nothing in it tells how the episode ended or whether it succeeded. All of it is untrusted. The code of the delimiters is
+an HMAC of the content under a secret of the run: no text can contain its own delimiter, and the same content always
+gives the same prompt (caches and resume rely on that).
 
-Kinds of block: OPENING (the messages before the first step), TRANSCRIPT (opening and steps), STEPS (the steps alone,
-for prompts that show the opening once), DIGEST (the steps alone, each cut short but for those that matter in full).
+Kinds of block: OPENING (the messages before the first step), TRANSCRIPT (opening and steps), STEPS (the steps only, for
+prompts that show the opening once), DIGEST (the steps only, cut short except those to show in full).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
+import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Ge
+
+from draco.config.options import checked
 from draco.core.errors import ConfigError
+from draco.core.files import create_once
 from draco.core.types import Message, Step, Trajectory
 
-__all__ = ["CONTROL", "Blocks", "Caps", "cut", "digest", "escape", "fence", "opening", "steps", "transcript"]
+__all__ = [
+    "CONTROL", "LEAST_SECRET", "Blocks", "Caps", "cut", "digest", "escape", "fence", "opening", "read_secret", "steps",
+    "transcript",
+]  # fmt: skip
 
-# What counts as a new line for a reader, not only for str.split("\n"): a carriage return or a Unicode line separator
-# would show a forged role tag at the start of a line just as well.
+LEAST_SECRET = 16  #: bytes
+
+# Everything that a reader takes for a new line: a carriage return or a Unicode line separator, too, would show a forged
+# role tag at the start of a line.
 _BREAK = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _TAG = re.compile(
     rf"(^|[{_BREAK}])([^\S{_BREAK}]*)(\\*\[[^\S{_BREAK}]*(?:step\b|system|user|assistant|transcript|rollout|cut\b))",
     re.IGNORECASE,
 )
-# Our own delimiters, wherever they stand, and the control tokens of common chat templates: a server that renders the
-# prompt may turn their spelling into the tokens themselves.
+# Our own delimiters, and the control tokens of common chat templates: a server that renders the prompt may turn their
+# spelling into the tokens.
 _DELIMITER = re.compile(r"(\\*<<<\s*(?:BEGIN|END)\b)", re.IGNORECASE)
 CONTROL = re.compile(
     r"([<\[])((?:\\*)(?:[|｜]|/?s>|/?(?:start|end)_of_turn>|[be]os>|/?INST\]|</?SYS>>))", re.IGNORECASE
@@ -49,19 +63,13 @@ CONTROL = re.compile(
 _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
+@checked("rubric", action="rubric.max_action_chars", observation="rubric.max_observation_chars")
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Most characters of one action and of one observation; what is over is left out of the middle, visibly."""
+    """Most characters of one action and of one observation; a longer text is shown without its middle, and says so."""
 
-    action: int = 24_000
-    observation: int = 12_000
-
-    def __post_init__(self) -> None:
-        if min(self.action, self.observation) < 40:
-            raise ConfigError(
-                f"rubric caps are {self.action} and {self.observation} characters for actions and observations; "
-                "expected at least 40 each"
-            )
+    action: Annotated[int, Ge(40)] = 24_000
+    observation: Annotated[int, Ge(40)] = 12_000
 
 
 #: of a step in a digest
@@ -82,7 +90,7 @@ def escape(text: str) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """`text`, escaped; without its middle, and a note in its place, where it is longer than `limit` characters."""
+    """`text`, escaped; where it is longer than `limit` characters, a note stands in place of its middle."""
     if len(text) <= limit:
         return escape(text)
     head = (limit + 1) // 2
@@ -114,7 +122,7 @@ def steps(trajectory: Trajectory, caps: Caps = Caps()) -> str:  # noqa: B008 - f
 
 
 def transcript(trajectory: Trajectory, caps: Caps = Caps()) -> str:  # noqa: B008 - frozen
-    """The whole trajectory as text, without delimiters."""
+    """A trajectory as text, without delimiters."""
     return opening(trajectory) + steps(trajectory, caps)
 
 
@@ -131,7 +139,7 @@ def digest(trajectory: Trajectory, full: Collection[int], caps: Caps = Caps()) -
 
 
 def fence(content: str, kind: str, secret: bytes) -> str:
-    """`content` between delimiters that nobody can foresee without `secret`."""
+    """`content` between delimiters that nobody can guess without `secret`."""
     code = hmac.new(secret, f"{kind}\0{content}".encode(errors="surrogatepass"), hashlib.sha256).hexdigest()[:32]
     return f"<<<BEGIN {kind} {code}>>>\n{content}<<<END {kind} {code}>>>\n"
 
@@ -166,3 +174,23 @@ class Blocks:
             render = transcript if kind == "TRANSCRIPT" else steps
             self._made[key] = fence(render(trajectory, self.caps), kind, self.secret)
         return self._made[key]
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, made with mode 0600 if there is none.
+
+    Raises:
+        ConfigError: the file is too short to be a secret.
+    """
+
+    def make(made: Path) -> None:
+        with open(made, "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(secrets.token_bytes(32))
+
+    create_once(path, make)
+    secret = path.read_bytes()
+    if len(secret) < LEAST_SECRET:
+        raise ConfigError(
+            f"{path} holds {len(secret)} bytes, a transcript secret needs at least {LEAST_SECRET}; delete the file"
+        )
+    return secret

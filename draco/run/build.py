@@ -18,7 +18,7 @@ from draco.config.rules import LearningRate
 from draco.core.distributed import main_only
 from draco.core.errors import ConfigError
 from draco.env.base import Environment, Evaluator
-from draco.judge.stage import read_secret
+from draco.judge.transcript import read_secret
 from draco.module import GRPOModule
 from draco.rollout.engines.base import Engine
 from draco.run.loader import EvalLoader, TaskLoader, select_tasks

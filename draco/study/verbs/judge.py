@@ -109,7 +109,7 @@ def _composed(given: Options) -> DictConfig:
 
 def _judge(run: Path, numbered: list[list[Group]], config: DictConfig, rule: CreditStage, caveats: str) -> None:
     from draco.config.compose import instantiate_group
-    from draco.judge.stage import read_secret
+    from draco.judge.transcript import read_secret
     from draco.run.archive import write_step
     from draco.stages import RunContext
     from draco.study.outside import too_few

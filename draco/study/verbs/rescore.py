@@ -61,7 +61,7 @@ def rescore(path: Path, given: Options) -> None:
     from omegaconf import OmegaConf
 
     from draco.config.compose import compose_config, instantiate, instantiate_group, judge_config
-    from draco.judge.stage import read_secret
+    from draco.judge.transcript import read_secret
     from draco.run.archive import step_folder, write_step
     from draco.stages import RunContext
     from draco.study.judgements import read_groups

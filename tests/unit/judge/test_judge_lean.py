@@ -156,7 +156,7 @@ def test_cut_keeps_both_ends_and_escapes_them() -> None:
     assert cut("[cut: 9 characters]", 40) == "\\[cut: 9 characters]"  # nobody else can claim a cut
     t = trajectory(0, steps=1, observation="o" * 100)
     assert "[cut: 60 characters]" in transcript(t, Caps(40, 40))
-    with pytest.raises(ConfigError, match="at least 40"):
+    with pytest.raises(ConfigError, match="expected an integer ≥ 40"):
         Caps(observation=10)
 
 
