@@ -1,9 +1,9 @@
-"""Which models gave no reply lately, so that a dead one does not cost every call its retries.
+"""A circuit breaker: which models gave no reply lately, so that a dead one does not cost every call its retries.
 
-closed ── a call gives the model up ──→ open: passed over for `rest_s` ──→ one call tries it, once
-   ↑                                      ↑                                     │
-   └────────────── it replied ────────────┼─────────────────────────────────────┤
-                                          └── it did not: twice as long ────────┘
+closed ── a call gives the model up ──→ open: not asked for `rest_s` ──→ one call tries it, once
+   ↑                                      ↑                                   │
+   └────────────── it replied ────────────┼───────────────────────────────────┤
+                                          └── it did not: twice as long ──────┘
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _State:
 
 
 class Breaker:
-    """Only models that another one stands in for are asked about. One event loop at a time.
+    """Knows the models that have a fallback. One event loop at a time.
 
     Args:
         rest_s: first pause; doubles with every trial that fails, up to ten minutes.
@@ -41,11 +41,11 @@ class Breaker:
         self._states: dict[Hashable, _State] = {}
 
     def open(self, place: Hashable) -> bool:
-        """Whether the model is passed over."""
+        """Whether the model is not asked at present."""
         return place in self._states and self._states[place].failures > 0
 
     def enter(self, place: Hashable) -> Literal["ask", "try", "pass"]:
-        """What the next call should do: ask with all its retries, try once, or pass the model over."""
+        """What the next call should do: ask with all its retries, try once, or pass on to the fallback."""
         state = self._states.setdefault(place, _State())
         if not state.failures:
             return "ask"
@@ -62,7 +62,7 @@ class Breaker:
         state.failures, state.trying = 0, False
 
     def gave_up(self, place: Hashable, tried: bool, why: str) -> None:
-        """It gave no reply. Calls that had begun before another one found out change nothing.
+        """It gave no reply. Calls that began before another call found this out change nothing.
 
         Args:
             tried: by a call that `enter` had told to try.

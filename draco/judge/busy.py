@@ -1,4 +1,4 @@
-"""How long judging was under way, when groups are judged side by side."""
+"""How long judging was under way, where groups are judged at the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Busy"]
 
 
 class Busy:
-    """Seconds in which at least one of several jobs is under way; each is entered and left. Thread-safe.
+    """Seconds in which at least one of several jobs is under way. A job is a `with` block. Thread-safe.
 
     Args:
         clock: seconds; replaced in tests.
@@ -43,12 +43,12 @@ class Busy:
                 self._seconds += self._clock() - self._since
 
     def restart(self) -> None:
-        """Forget the time so far: the jobs under way only waited until now."""
+        """Forget the time so far: until now the jobs under way only waited."""
         with self._lock:
             self._since, self._seconds = self._clock(), 0.0
 
     def take(self) -> float:
-        """Seconds since the last take, of the times at which no job was left."""
+        """Seconds since the last `take`; those of jobs still under way come with a later one."""
         with self._lock:
             seconds, self._seconds = self._seconds, 0.0
             return seconds

@@ -1,9 +1,8 @@
 """The policy as its own judge, in process: a litellm provider whose calls wait for the trainer's thread.
 
-The pipeline runs on the background loop and knows one transport. So the policy is one more litellm provider,
-`draco-policy/…`: a call puts its messages into a queue and waits; the rubric stage, on the trainer's thread, takes what
-has gathered and lets the engine answer it as a batch of one-turn episodes (`serve`). It never overlaps rollouts or the
-update: the stage serves after the rollouts have ended and before it yields.
+To the pipeline, on the background loop, the policy is a model of the litellm provider `draco-policy`. A call puts its
+messages into a queue and waits. The rubric stage, on the trainer's thread, takes what is in the queue and lets the
+engine answer it as a batch of one-turn episodes (`serve`): after the rollouts have ended, before the update.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["PROVIDER", "Answer", "Answering", "Ask", "adapter_hash", "asks", "register", "serve"]
 
 PROVIDER = "draco-policy"
-_SETTLE_S = 0.02  #: no new call for so long: what has gathered is a batch
-_ALIKE = 1.25  #: longest over shortest prompt of one batch: the engine reads what is longer token by token
+_SETTLE_S = 0.02  #: no new call for so long: those in the queue are a batch
+_ALIKE = 1.25  #: longest over shortest prompt of one batch: the engine reads the rest of longer ones token by token
 
 
 class _TooLong(EngineError):
@@ -98,8 +97,8 @@ def register() -> None:
     litellm.custom_provider_map = [*others, {"provider": PROVIDER, "custom_handler": PolicyJudge()}]
 
 
-class _Whole:
-    """An action format in which the whole turn is one action."""
+class _OneAction:
+    """An action format in which a turn is one action."""
 
     name, stop, reminder = "reply", (), ""
 
@@ -113,7 +112,7 @@ class _Whole:
 class _Exchange(Episode):
     """One question, one answer."""
 
-    format: Any = _Whole()
+    format: Any = _OneAction()
 
     def __init__(self, messages: tuple[Message, ...]) -> None:
         self.opening = messages
@@ -194,10 +193,8 @@ def _buckets(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
 
 
 def serve(answering: Answering, done: Callable[[], bool]) -> None:
-    """Answer calls on this thread until `done`. A fault of the engine fails the calls of its batch and is raised.
-
-    A call that was cancelled meanwhile is passed over.
-    """
+    """Answer calls on this thread until `done`, but for cancelled ones. A fault of the engine fails its batch of calls,
+    and is raised."""
     seen: Counter[str] = Counter()
     while not done():
         batch: list[Ask] = []

@@ -1,4 +1,4 @@
-"""What is kept of every attempt of a judge call, and how the counters of a step are made of it."""
+"""The record of every attempt of a judge call, and the counters and rates of a step."""
 
 from __future__ import annotations
 
@@ -50,27 +50,23 @@ class Counters(dict[str, float]):
 
 def call_metrics(records: Iterable[CallRecord]) -> dict[str, float]:
     """Counters over attempts: all of them sum over groups and steps."""
-    m: dict[str, float] = dict.fromkeys(
-        ("judge/calls", "judge/failed_calls", "judge/tokens_in", "judge/tokens_out", "judge/tokens_cached"), 0.0
-    )
-    m |= {"judge/cost_usd": 0.0, "judge/unpriced_calls": 0.0, "judge/latency_total_s": 0.0}
+    names = ("calls", "failed_calls", "tokens_in", "tokens_out", "tokens_cached", "cost_usd", "unpriced_calls")
+    m = Counters({f"judge/{name}": 0.0 for name in (*names, "latency_total_s")})
     for r in records:
         if r.from_cache:  # counted like the call that was paid for, so that a resumed step reads like any other
-            m["judge/cache_hits"] = m.get("judge/cache_hits", 0.0) + 1
-            m["judge/cache_hit_tokens"] = m.get("judge/cache_hit_tokens", 0.0) + r.tokens_in + r.tokens_out
-        m["judge/calls"] += 1
-        m[f"judge/calls/{r.phase}"] = m.get(f"judge/calls/{r.phase}", 0.0) + 1
-        m["judge/failed_calls"] += r.outcome not in {"ok", "repaired"}
-        m["judge/tokens_in"] += r.tokens_in
-        m["judge/tokens_out"] += r.tokens_out
-        m["judge/tokens_cached"] += r.tokens_cached
-        m["judge/latency_total_s"] += r.latency_s
+            m.count("judge/cache_hits")
+            m.count("judge/cache_hit_tokens", r.tokens_in + r.tokens_out)
+        m.count("judge/calls")
+        m.count(f"judge/calls/{r.phase}")
+        m.count("judge/failed_calls", r.outcome not in {"ok", "repaired"})
+        m.count("judge/tokens_in", r.tokens_in)
+        m.count("judge/tokens_out", r.tokens_out)
+        m.count("judge/tokens_cached", r.tokens_cached)
+        m.count("judge/latency_total_s", r.latency_s)
         if r.estimated:
-            m["judge/estimated_calls"] = m.get("judge/estimated_calls", 0.0) + 1
-        if r.cost_usd is None:
-            m["judge/unpriced_calls"] += 1
-        else:
-            m["judge/cost_usd"] += r.cost_usd
+            m.count("judge/estimated_calls")
+        m.count("judge/unpriced_calls", r.cost_usd is None)
+        m.count("judge/cost_usd", r.cost_usd or 0.0)
     return m
 
 
@@ -84,20 +80,20 @@ def length_metrics(group: Group, judgement: Judgement) -> dict[str, float]:
     Failures leave the group; if they are mostly long rollouts, training leans towards short ones.
     """
     failed = {f.sample for f in judgement.failures if f.phase != "rollout"}
-    m: dict[str, float] = {}
+    m = Counters()
     for t in group.live().trajectories:
         length = next(name for name, most in _LENGTHS if len(t.steps) <= most)
-        m[f"judge/members/{length}"] = m.get(f"judge/members/{length}", 0.0) + 1
-        m[f"judge/failed/{length}"] = m.get(f"judge/failed/{length}", 0.0) + (t.sample in failed)
+        m.count(f"judge/members/{length}")
+        m.count(f"judge/failed/{length}", t.sample in failed)
     return m
 
 
 def add_metrics(many: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sum counters by name. Rates in the input are garbage afterwards until `with_rates` makes them anew."""
-    total: dict[str, float] = {}
+    """Sum counters by name. Sums of rates mean nothing; `with_rates` replaces them."""
+    total = Counters()
     for one in many:
         for name, value in one.items():
-            total[name] = total.get(name, 0.0) + value
+            total.count(name, value)
     return total
 
 
