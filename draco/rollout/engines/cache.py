@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -60,15 +59,5 @@ class _SlabLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 def slab_cache(config: Any) -> Any:
     """A cache for `config`'s model whose plain attention layers append in place; other kinds of layer stay."""
     cache = DynamicCache(config=config)
-    layers = getattr(cache, "layers", [])
-    for i, layer in enumerate(layers):
-        if type(layer) is DynamicLayer:
-            layers[i] = _SlabLayer()  # type: ignore[no-untyped-call]
-    if not layers and getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-        cache.layer_class_to_replicate = _SlabLayer
+    cache.layers = [_SlabLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     return cache
-
-
-def select_rows(cache: Any, rows: list[int], device: torch.device) -> None:
-    """Drop every row of the batch but `rows`, in that order."""
-    cache.batch_select_indices(torch.tensor(rows, device=device))

@@ -1,9 +1,9 @@
-"""Rows of different lengths in one forward pass: every row's new tokens packed behind one another, no padding.
+"""Rows of different lengths in one forward pass: the new tokens of all rows packed behind one another, no padding.
 
-All new tokens of all rows are one packed row [1, N] for the model, so embeddings, norms, projections and feed-forward
-layers see no padding; position ids say where each token stands in its own row. Only attention knows the rows: a row's
-keys and values lie in a slab of its own, rows with one new token attend together, a row with a chunk (prompt,
-observation) attends by itself.
+To the model all new tokens are one packed row [1, N], so embeddings, norms, projections and feed-forward layers see no
+padding; position ids say where each token stands in its own row. Only attention knows the rows: each row's keys and
+values lie in a slab of their own. Rows with one new token attend together; a row with a chunk (prompt, observation)
+attends by itself.
 
 Registered with transformers' public `AttentionInterface`, under the name `draco_ragged`, and used while sampling only.
 """
@@ -14,7 +14,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ __all__ = ["RaggedBatch", "RaggedCache", "decodes_ragged", "ragged_attention"]
 log = logging.getLogger("draco")
 
 _NAME = "draco_ragged"
-_TRIED = "_draco_decodes_ragged"  # attribute of a model: the result of the trial
+_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  #: models and the result of their trial
 
 
 @dataclass(slots=True)
@@ -243,9 +244,9 @@ def decodes_ragged(model: Any) -> bool:
     if not isinstance(model, nn.Module):
         return False
     base = base_model(model)
-    if not hasattr(base, _TRIED):
-        setattr(base, _TRIED, _try(model, base))
-    return cast(bool, getattr(base, _TRIED))
+    if base not in _tried:
+        _tried[base] = _try(model, base)
+    return _tried[base]
 
 
 def _try(model: nn.Module, base: Any) -> bool:

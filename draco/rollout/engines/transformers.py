@@ -1,9 +1,9 @@
 """The in-process engine: all rollouts of a batch decoded together, key/value cache kept across turns.
 
-Every tick is one forward pass over what the rows have not been fed yet: one sampled token of most, a chunk (prompt,
-observation, glue) of those that have got one. Nothing is padded and nothing is fed twice; see `ragged.py`.
-Rows of a model that cannot do this (recurrent layers) advance in lockstep instead, one position a tick. A row that ends
-leaves its place to a waiting one. An environment that blocks is stepped on worker threads; the batch waits for it.
+Each tick is one forward pass over the tokens that the rows have not been fed yet: for most rows the token just sampled,
+for some a chunk (prompt, observation, template text). Nothing is padded and nothing is fed twice; see `ragged.py`. A
+model that cannot do this (recurrent layers) advances all rows by one position a tick instead. A row that ends gives its
+place to a waiting one. Environments that block are stepped on worker threads; the batch waits for them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draco.config.checks import whole
+from draco.config.options import Count, Index, NonNegative, checked
 from draco.core.types import Termination
 from draco.rollout.engines.base import Engine, at_a_time
-from draco.rollout.engines.cache import select_rows, slab_cache
+from draco.rollout.engines.cache import slab_cache
 from draco.rollout.engines.ragged import RaggedBatch, RaggedCache, decodes_ragged, ragged_attention
 from draco.rollout.rollout import Rollout
 
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 __all__ = ["TransformersEngine"]
 
 
+@checked("engine")
 class TransformersEngine(Engine):
     """Decodes in the trainer's process and on its thread.
 
     Args:
         max_batch: rollouts decoded together, and no more than their environment has places for; further ones wait.
-        max_chunk_tokens: tokens of prompts and observations that one forward pass takes, over all rows; the rest waits
-            for the next one. It bounds the memory of a pass.
+        max_chunk_tokens: tokens of prompts and observations in one forward pass, over all rows; the rest waits for the
+            next one. It bounds the memory of a pass.
         env_threads: worker threads that step environments; 0 steps them on the caller's thread.
-        threads: torch's CPU threads while generating; None leaves them. One token a row is too little work for several
-            threads when the model is small, and judging goes on meanwhile.
+        threads: torch's CPU threads while generating; None changes nothing. With a small model one token a row is too
+            little work for several threads, and judging needs some meanwhile.
         max_mismatch: see `Engine`.
     """
 
@@ -48,14 +49,12 @@ class TransformersEngine(Engine):
 
     def __init__(
         self,
-        max_batch: int = 256,
-        max_chunk_tokens: int = 4096,
-        env_threads: int = 0,
-        threads: int | None = None,
-        max_mismatch: float | None = None,
+        max_batch: Count = 256,
+        max_chunk_tokens: Count = 4096,
+        env_threads: Index = 0,
+        threads: Count | None = None,
+        max_mismatch: NonNegative | None = None,
     ) -> None:
-        whole("engine.max_batch", max_batch, 1)
-        whole("engine.max_chunk_tokens", max_chunk_tokens, 1)
         self.max_batch, self.max_chunk_tokens = max_batch, max_chunk_tokens
         self.threads, self.max_mismatch = threads, max_mismatch
         self._pool = ThreadPoolExecutor(env_threads) if env_threads else None
@@ -78,7 +77,7 @@ class TransformersEngine(Engine):
     def _ragged(self, policy: Policy, rollouts: Sequence[Rollout], temperature: float) -> Iterator[Rollout]:
         waiting = deque(rollouts)
         places: list[Rollout | None] = [None] * min(at_a_time(rollouts, self.max_batch), len(rollouts))
-        fed = [0] * len(places)  #: tokens of the row in the cache
+        fed = [0] * len(places)  #: tokens of each place's row that the cache holds
         cache = RaggedCache(len(places))
         while True:
             for place, row in enumerate(places):
@@ -93,7 +92,7 @@ class TransformersEngine(Engine):
                 cache.keep(alive)
                 places, fed = [places[i] for i in alive], [fed[i] for i in alive]
             ended: list[Rollout] = []
-            # Between two yields only: the caller may train or judge with the model before it asks for the next rollout.
+            # Only until the next yield: the caller may train or judge with the model before it asks for more.
             with ExitStack() as stack:
                 stack.enter_context(policy.sampling())
                 stack.enter_context(ragged_attention(policy.model))
@@ -111,10 +110,8 @@ class TransformersEngine(Engine):
         self, policy: Policy, cache: RaggedCache, places: list[Rollout | None], fed: list[int], temperature: float
     ) -> None:
         """One forward pass; rows that have been fed everything get a token, and their turns may end."""
-        singles: list[int] = []
-        chunks: list[int] = []
         room = self.max_chunk_tokens
-        counts: dict[int, int] = {}
+        now: list[tuple[int, int, Rollout]] = []  #: new tokens, place
         for place, row in enumerate(places):
             if row is None:
                 continue
@@ -123,20 +120,17 @@ class TransformersEngine(Engine):
                 count = min(count, room)
                 room -= count
             if count:
-                counts[place] = count
-                (singles if count == 1 else chunks).append(place)
-        order = singles + chunks
-        tokens: list[int] = []
-        rows: list[Rollout] = []
-        for place in order:
-            row = places[place]
-            assert row is not None
-            rows.append(row)
-            tokens += row.token_ids[fed[place] : fed[place] + counts[place]]
-        batch = RaggedBatch(order, [fed[p] for p in order], [counts[p] for p in order], policy.device)
-        for place in order:
-            fed[place] += counts[place]
-        due = [i for i, place in enumerate(order) if fed[place] == len(rows[i].token_ids)]
+                now.append((count, place, row))
+        now.sort(key=lambda entry: entry[0] > 1)  # single tokens first
+        counts, order, rows = (list(column) for column in zip(*now, strict=True))
+        starts = [fed[place] for place in order]
+        tokens = [
+            t for n, start, row in zip(counts, starts, rows, strict=True) for t in row.token_ids[start : start + n]
+        ]
+        batch = RaggedBatch(order, starts, counts, policy.device)
+        for count, place, _ in now:
+            fed[place] += count
+        due = [i for i, (_, place, row) in enumerate(now) if fed[place] == len(row.token_ids)]
         cache.batch = batch
         logits = policy.model(
             **batch.inputs(tokens),
@@ -151,7 +145,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _lockstep(self, policy: Policy, rows: list[Rollout], temperature: float) -> Iterator[Rollout]:
-        """At position t each row takes its next forced token or the token just sampled: no padding and no mask."""
+        """At position t each row is fed its next given token or the token just sampled: no padding and no mask."""
         for row in rows:
             row.start()
         model, device = policy.model, policy.device
@@ -180,7 +174,7 @@ class TransformersEngine(Engine):
                 ended = [r for r in rows if r.termination is not None]
                 rows = [rows[i] for i in alive]
                 if rows:
-                    select_rows(cache, alive, device)
+                    cache.batch_select_indices(torch.tensor(alive, device=device))
                 yield from ended
             inputs = [[r.token_ids[position]] for r in rows]
             position += 1
