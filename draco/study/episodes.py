@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from draco.core import files
 from draco.core.errors import ConfigError
-from draco.core.types import Termination
+from draco.core.types import Task, Termination
 from draco.env.records import EvalRecord
 
 __all__ = ["EpisodeFile"]
@@ -61,8 +61,11 @@ class EpisodeFile:
     def _keep(self, record: EvalRecord) -> None:
         self.episodes[record.task_id, record.sample] = record
 
-    def played(self, task_id: str, sample: int) -> bool:
-        """Whether this episode need not be played."""
+    def missing(self, episodes: Iterable[tuple[Task, int]]) -> list[tuple[Task, int]]:
+        """Those of (task, sample) that must be played."""
+        return [(task, sample) for task, sample in episodes if not self._final(task.id, sample)]
+
+    def _final(self, task_id: str, sample: int) -> bool:
         found = self.episodes.get((task_id, sample))
         return found is not None and (found.termination != Termination.ENGINE_ERROR or ": refused: " in found.error)
 

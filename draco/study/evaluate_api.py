@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from draco.rollout.loop import Limits
 from draco.study.episodes import EpisodeFile
 
 __all__ = ["evaluate_api"]
+
+Episodes = Sequence[tuple[Task, int]]  #: task and sample of each
 
 
 def evaluate_api(
@@ -58,35 +60,43 @@ def evaluate_api(
         "temperature": engine.temperature, "limits": asdict(limits), "options": sorted(options),
     }  # fmt: skip
     files = {s: EpisodeFile(out / f"{s}-api-n{n}.jsonl", {"split": s, **evaluation}) for s in splits}
-    left = {s: [(task, i) for task, i in asked[s] if not files[s].played(task.id, i)] for s in splits}
     for split, file in files.items():
         if file.episodes:
-            print(f"{split}: {len(asked[split]) - len(left[split])} episodes are in {file.file} already")
-    if any(left.values()):
+            there = len(asked[split]) - len(file.missing(asked[split]))
+            print(f"{split}: {there} episodes are in {file.file} already")
+    if any(file.missing(asked[split]) for split, file in files.items()):
         environment.check()
         engine.check()
+    return _results(engine, environment, evaluator, limits, asked, files, prices)
 
-    def results() -> Iterator[dict[str, Any]]:
-        try:
-            for split, file in files.items():
-                _play(engine, environment, evaluator, limits, left[split], file)
-                records = [file.episodes[task.id, i].priced(prices) for task, i in asked[split]]
-                yield {
-                    "agent": engine.model,
-                    "scaffold": environment.scaffold,
-                    "checkpoint": "api",
-                    "split": split,
-                    "limits": asdict(limits),
-                    **summarise(records),
-                    "records": [r.as_dict() for r in records],
-                }
-        finally:
-            engine.close()
-            environment.close()
-            if evaluator is not None:
-                evaluator.close()
 
-    return results()
+def _results(
+    engine: ApiEngine,
+    environment: Environment,
+    evaluator: Evaluator | None,
+    limits: Limits,
+    asked: Mapping[str, Episodes],
+    files: Mapping[str, EpisodeFile],
+    prices: Prices | None,
+) -> Iterator[dict[str, Any]]:
+    try:
+        for split, file in files.items():
+            _play(engine, environment, evaluator, limits, file.missing(asked[split]), file)
+            records = [file.episodes[task.id, i].priced(prices) for task, i in asked[split]]
+            yield {
+                "agent": engine.model,
+                "scaffold": environment.scaffold,
+                "checkpoint": "api",
+                "split": split,
+                "limits": asdict(limits),
+                **summarise(records),
+                "records": [r.as_dict() for r in records],
+            }
+    finally:
+        engine.close()
+        environment.close()
+        if evaluator is not None:
+            evaluator.close()
 
 
 def _play(
@@ -94,7 +104,7 @@ def _play(
     environment: Environment,
     evaluator: Evaluator | None,
     limits: Limits,
-    episodes: Sequence[tuple[Task, int]],
+    episodes: Episodes,
     file: EpisodeFile,
 ) -> None:
     """Play episodes and keep each as it ends."""

@@ -1,8 +1,8 @@
 """τ-bench Banking: the user's own `tau2` as a subprocess, its results read and counted here.
 
-tau2 is never imported, and nothing of it reaches training. Its own metrics drop runs that ended in an infrastructure
-error (malformed tool calls, empty replies and context overflows among them), which flatters weak policies: here such
-runs, and runs that are missing, are failures over tasks × n, and their number stands beside the score.
+tau2 is never imported, and nothing of it reaches training. Its own metrics leave out runs that ended in an
+infrastructure error (malformed tool calls, empty replies and context overflows among them), which flatters weak
+policies. Here such runs, and missing runs, count as failures over tasks × n, and their number stands beside the score.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 BANKING = "banking_knowledge"  #: the domain of τ-bench Banking
 _CONCURRENCY = 8  #: conversations at a time
 
-#: tau2's `termination_reason` → ours. What its user simulator or its machinery did wrong is no doing of the agent
+#: tau2's `termination_reason` → ours. Faults of its user simulator or its machinery are not the agent's
 ENDS = {
     "user_stop": Termination.SUBMITTED, "agent_stop": Termination.SUBMITTED, "max_steps": Termination.TURN_LIMIT,
     "too_many_errors": Termination.GAVE_UP, "agent_error": Termination.NO_ACTION,

@@ -1,4 +1,4 @@
-"""A checkpoint served by vLLM for tau2: started, guarded and checked like the servers of a run."""
+"""A checkpoint served by vLLM for tau2: started, watched and checked like the servers of a run."""
 
 from __future__ import annotations
 

@@ -119,13 +119,13 @@ class AdapterCheck:
         if not gap <= self.tolerance:
             raise EngineError(
                 f"{url} serves other weights than the trainer holds: log-probs of {adapter} differ by {gap:.3g} nats a "
-                f"token on a probe, more than engine.probe_tolerance={self.tolerance:g}; is it the same base model, "
-                "dtype and adapter?"
+                f"token on a fixed prompt, more than engine.probe_tolerance={self.tolerance:g}; is it the same base "
+                "model, dtype and adapter?"
             )
         return gap
 
 
 def _mean_gap(theirs: Sequence[float], ours: Tensor) -> float:
     if len(theirs) != len(ours) or not len(ours):
-        raise EngineError(f"a probe came back with {len(theirs)} log-probs for {len(ours)} tokens")
+        raise EngineError(f"a server gave {len(theirs)} log-probs for the {len(ours)} tokens of the adapter check")
     return float((torch.tensor(theirs, dtype=torch.float64) - ours.double()).abs().mean())

@@ -1,8 +1,8 @@
 """Versions of the adapter on disk, as servers load them.
 
-A version's name holds its content, ``draco-v000012-9f3c5a1b``: two different adapters never share a name, so nothing
-that a server keeps under a name (weights, prefix cache) can be stale. A folder appears under its name when it is
-complete and not before (written beside it, then renamed); the last two stay.
+A version's name holds a hash of its content, ``draco-v000012-9f3c5a1b``: two different adapters never share a name, so
+nothing that a server keeps under a name (weights, prefix cache) can be stale. A folder is written under another name
+and renamed when it is complete. The last two stay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Adapter:
 
     name: str  #: what requests name as their model
     folder: Path
-    trained: bool  #: some B ≠ 0: it changes the base's answers
+    trained: bool  #: some B ≠ 0: it changes the base model's answers
 
 
 class AdapterStore:
@@ -95,7 +95,7 @@ class AdapterStore:
                 raise
 
     def _prune(self, current: Adapter) -> None:
-        """Keep the newest two: a server may still be reading the one before."""
+        """Keep the newest two: a server may still be reading the older one."""
         older: list[tuple[int, Path]] = []
         for folder in self.folder.glob(PREFIX + "*"):
             with contextlib.suppress(FileNotFoundError):  # another machine's writer prunes the same folder

@@ -144,7 +144,7 @@ class Server:
         await self._post("/sleep?level=1", None)
 
     async def wake(self) -> None:
-        """Take the memory again."""
+        """Take the GPU's memory back."""
         await self._post("/wake_up", None)
 
     async def sleeps(self) -> bool:

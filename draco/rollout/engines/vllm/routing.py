@@ -1,4 +1,4 @@
-"""Which server a request goes to: its group's, so that the shared prompt is prefilled once; else the least loaded.
+"""Which server a request goes to: that of its group, which has the shared prompt in its cache; else the least loaded.
 
 >>> router = Router(2, cooldown_s=5)
 >>> [router.enter(group) for group in ("a", "a", "b")]
@@ -19,7 +19,7 @@ class Router:
     Args:
         count: servers.
         cooldown_s: a lost server is not asked again for so long, unless there is no other.
-        first: where ties begin; ranks differ so that they do not all start on server 0.
+        first: the server that is taken first among equals; ranks differ, so that they do not all start on server 0.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
     python watchdog.py PARENT_PID COMMAND [ARGUMENT ...]
 
-A trainer that is killed with -9 can end nothing itself. This process stands between it and a server: it lives in a
-session of its own (a signal to the trainer's group does not reach it), starts the command as a new process group, and
-looks twice a second whether the trainer is still its parent. Standard library only, so that it starts at once.
+A trainer that is killed with -9 cannot end its servers. So each server is started by this process, which runs in a
+session of its own (a signal to the trainer's group does not reach it), makes the command a new process group, and looks
+twice a second whether the trainer is still its parent. Standard library only, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """TERM to the whole group, then KILL; also after the leader has gone, for what it may have left."""
+    """TERM to the group, then KILL; also after the group's leader has ended, which may have left children."""
     for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         try:
             os.killpg(child.pid, number)
