@@ -1,4 +1,4 @@
-"""What a run will need on disk, said and checked before its first rollout."""
+"""What a run will need on disk, checked before its first rollout."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from draco.run.archive import step_folders
 from draco.run.checkpoint import checkpoints, kept, size_of
 from draco.run.loader import TaskLoader
 
-__all__ = ["plan_disk"]
+__all__ = ["check_disk"]
 
 log = logging.getLogger("draco")
 
-#: Archive bytes a token of the longest allowed trajectory: its ids, spans and log-probs, and the text once in the
-#: transcript and about four times in judge calls, compressed. `desk` runs measure 32 a token.
+#: Archive bytes a token of the longest allowed trajectory: ids, spans and log-probs, and the text, once in the
+#: transcript and about four times in judge calls, compressed. On `desk` they measure 32 a token.
 _BYTES_PER_TOKEN = 45
 
 
-def plan_disk(
+def check_disk(
     run: Path, policy: Policy, loader: TaskLoader, options: Mapping[str, Any], max_tokens: int, *, refuse: bool
 ) -> str:
-    """Say in one line what the run will need, and refuse to start what cannot end.
+    """Log in one line what the run will need, and refuse to start a run that cannot end.
 
-    The size of checkpoints is exact. That of the archive is measured on the steps that are there, or before the first
-    one an upper bound, which alone refuses nothing.
+    The size of checkpoints is exact. That of the archive is measured on the steps that are there; before the first
+    step it is an upper bound, which alone refuses nothing.
 
     Args:
         run: run folder.

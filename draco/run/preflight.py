@@ -28,7 +28,7 @@ from draco.judge.stage import JudgedRubric
 from draco.judge.transcript import DIGEST
 from draco.policy.policy import Policy
 from draco.run.build import Parts, build
-from draco.run.disk import plan_disk
+from draco.run.disk import check_disk
 from draco.run.folder import check_free
 from draco.run.loader import TaskLoader
 from draco.stages import RubricStage
@@ -151,7 +151,7 @@ def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
         said.append(f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}")
     with table.check("disk") as said:
         longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-        disk = plan_disk(run, _need(policy), _need(loader), config.checkpoint, longest, refuse=True)
+        disk = check_disk(run, _need(policy), _need(loader), config.checkpoint, longest, refuse=True)
         said.append(disk.removeprefix("disk: "))
     with table.check("adapter") as said:
         said.append(_adapter(_need(policy), scratch))

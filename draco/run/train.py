@@ -26,7 +26,7 @@ from draco.core.files import read_json, write_json
 from draco.core.signals import listening
 from draco.run import checkpoint
 from draco.run.build import Parts, build, check_optimizer
-from draco.run.disk import plan_disk
+from draco.run.disk import check_disk
 from draco.run.evaluation import evaluate, evaluation_trainer
 from draco.run.folder import discard_empty, locked, prepare, set_aside, write_config
 from draco.run.launch import fetch_weights, on_gpu, place, say_shares, sharded
@@ -138,7 +138,7 @@ def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -
         say_shares(config.tasks_per_step, world_size())
     longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     refuse = config.checkpoint.check_disk
-    main_only(lambda: plan_disk(run, module.policy, loader, config.checkpoint, longest, refuse=refuse))
+    main_only(lambda: check_disk(run, module.policy, loader, config.checkpoint, longest, refuse=refuse))
     log.info("run folder: %s", run)
     return loader, held_out
 

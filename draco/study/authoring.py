@@ -1,4 +1,4 @@
-"""Authoring a static set from base rollouts: propose per task, reduce to one set, prune, order by failure rate.
+"""A static set of criteria from base rollouts: propose for each task, reduce to one set, prune, order by failure rate.
 
     applicable_k      = share of rollouts on which criterion k is a pass or a fail
     discriminative_k  = share of tasks whose rollouts k tells apart: some pass and some fail

@@ -1,11 +1,14 @@
-"""Texts of token ids, for the viewer: from the policy's tokenizer where it is at hand, otherwise ids alone."""
+"""Texts of token ids, for the viewer: from the policy's tokenizer if its file is there, else ids alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from draco.core.errors import ConfigError
+from draco.core.files import resolve
 
 __all__ = ["TokenPieces"]
 
@@ -23,29 +26,17 @@ class TokenPieces:
         if not path:
             self.gap = "The trajectories came without a policy: token counts are estimates and have no texts."
             return
-        folder = _folder(path)
-        file = folder / "tokenizer.json" if folder is not None else None
-        if file is None or not file.is_file():
-            self.gap = f"Tokens are shown as ids: no tokenizer.json under {path}."
-            return
-        from tokenizers import Tokenizer
+        with suppress(ConfigError):  # a package that is not installed
+            file = Path(resolve(path)) / "tokenizer.json"
+            if file.is_file():
+                from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(file))
+                self._tokenizer = Tokenizer.from_file(str(file))
+                return
+        self.gap = f"Tokens are shown as ids: no tokenizer.json under {path}."
 
     def of(self, ids: Iterable[int]) -> dict[int, str]:
         """Text by id; empty without a tokenizer."""
         if self._tokenizer is None:
             return {}
         return {i: self._tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ids)}
-
-
-def _folder(path: str) -> Path | None:
-    """Where a policy's files are; a package is found without importing it, which may need what is not installed."""
-    if not path.startswith("pkg://"):
-        return Path(path)
-    try:
-        spec = find_spec(path.removeprefix("pkg://"))
-    except ModuleNotFoundError:
-        return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None

@@ -16,7 +16,7 @@ from draco.core.files import publish, remove, write_text
 from draco.core.types import Task
 from draco.policy.policy import Policy
 from draco.run import disk as diskplan
-from draco.run.disk import plan_disk
+from draco.run.disk import check_disk
 from draco.run.folder import discard_empty, locked, prepare, resume_config, set_aside, write_config
 from draco.run.loader import TaskLoader
 from draco.run.loggers import read_metrics
@@ -237,7 +237,7 @@ def test_the_plan_is_one_line(
     caplog.set_level("INFO", logger="draco")
     monkeypatch.setattr(diskplan, "size_of", lambda policy: 1_400_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(500e9))
-    plan_disk(tmp_path, policy, loader, OPTIONS, 28_672, refuse=True)
+    check_disk(tmp_path, policy, loader, OPTIONS, 28_672, refuse=True)
     (record,) = caplog.records
     assert record.getMessage() == (
         "disk: a checkpoint is 1.4 GB, 22 are kept = 30.8 GB; archive at most 124 MB a step, 100 steps to go = 12.4 "
@@ -251,10 +251,10 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     monkeypatch.setattr(diskplan, "size_of", lambda policy: 1_400_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(32e9))  # 22 are kept, and one more for a moment
     with pytest.raises(ConfigError, match=r"too small; free some.*keep_every") as caught:
-        plan_disk(tmp_path, policy, loader, OPTIONS, 100, refuse=True)
+        check_disk(tmp_path, policy, loader, OPTIONS, 100, refuse=True)
     assert "\n" not in str(caught.value)
-    plan_disk(tmp_path, policy, loader, OPTIONS, 100, refuse=False)
-    plan_disk(tmp_path, policy, loader, {**OPTIONS, "save_every": 100}, 100, refuse=True)
+    check_disk(tmp_path, policy, loader, OPTIONS, 100, refuse=False)
+    check_disk(tmp_path, policy, loader, {**OPTIONS, "save_every": 100}, 100, refuse=True)
 
 
 def test_the_archive_counts_as_it_was_measured(
@@ -265,14 +265,14 @@ def test_the_archive_counts_as_it_was_measured(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2e9))
-    plan_disk(tmp_path, policy, loader, OPTIONS, 10**6, refuse=True)  # a bound refuses nothing
+    check_disk(tmp_path, policy, loader, OPTIONS, 10**6, refuse=True)  # a bound refuses nothing
     assert caplog.messages == ["the disk may be too small for this run; it can be resumed after room was made"]
     archived = folder(tmp_path, "archive", 0)
     with open(archived / "trajectories.parquet", "wb") as file:
         file.truncate(30_000_000)
     loader.position = 1
     with pytest.raises(ConfigError, match=r"archive 30 MB a step, 99 steps to go = 2\.97 GB"):
-        plan_disk(tmp_path, policy, loader, OPTIONS, 10**6, refuse=True)
+        check_disk(tmp_path, policy, loader, OPTIONS, 10**6, refuse=True)
 
 
 def test_a_resume_may_change_what_errors_recommend(tmp_path: Path) -> None:
