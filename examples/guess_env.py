@@ -32,10 +32,8 @@ class GuessEpisode(Episode):
         self._last = actions[-1].strip()
         if not self._last.isdigit():
             return Reply(("not a number",))
-        guess = int(self._last)
-        if guess == self._number:
-            return Reply(("right",), done=True, completed=True)
-        return Reply(("higher" if guess < self._number else "lower",))
+        guess, right = int(self._last), int(self._last) == self._number
+        return Reply(("right" if right else "higher" if guess < self._number else "lower",), right, right)
 
     def end_state(self) -> str:
         return self._last

@@ -87,7 +87,6 @@ class AppWorldEpisode(Episode):
         self.places = environment.places
         self._environment, self._task = environment, task
         self._slot: Slot | None = None
-        self._over = self._completed = self._failed = False
 
     async def act(self, actions: Sequence[str]) -> Reply:
         """Run the code blocks of one turn, in order.
@@ -98,11 +97,11 @@ class AppWorldEpisode(Episode):
         environment, observations = self._environment, []
         if self._slot is None:
             self._slot = await environment.pools.get().open(self._task.id)
+        slot = self._slot
         for code in actions:
-            if self._over:
+            if slot.over:
                 break
-            done = await environment.pools.get().execute(self._slot, code)
-            self._over, self._completed, self._failed = done.over, done.completed, done.failed
+            done = await environment.pools.get().execute(slot, code)
             if done.mistake == "deadline":
                 log.warning(
                     "%s: a code block ran too long and was killed; if many are, env.environment.places is too much for "
@@ -110,7 +109,7 @@ class AppWorldEpisode(Episode):
                     self._task.id,
                 )
             observations.append(cut(done.output.rstrip(), environment.observation_tokens, environment.count_tokens))
-        return Reply(tuple(observations), done=self._over, completed=self._completed, failed=self._failed)
+        return Reply(tuple(observations), done=slot.over, completed=slot.completed, failed=slot.failed)
 
     async def finish(self) -> str:
         """What the episode changed, for `AppWorldEvaluator`."""

@@ -32,10 +32,7 @@ class Executed:
     """What one code block did."""
 
     output: str
-    completed: bool  #: the completion API was called so far
-    failed: bool  #: with a failure status
     mistake: str = ""  #: unsafe | interrupt | long_output | deadline | crashed: the agent's own, where it made one
-    over: bool = False  #: the episode's process is gone and the episode with it
     engine_s: float = 0.0  #: seconds inside AppWorld's own execute
 
 
@@ -46,8 +43,9 @@ class Slot:
     server: ForkServer
     index: int  #: of the server
     experiment: str
-    completed: bool = False
-    failed: bool = False
+    completed: bool = False  #: the completion API was called so far
+    failed: bool = False  #: with a failure status
+    over: bool = False  #: the episode's process is gone, and the episode with it
     closed: bool = False
 
 
@@ -193,17 +191,17 @@ class Pool:
                 "execute", experiment=slot.experiment, code=code, deadline_s=self.execute_s
             )
         except TooSlow:
+            slot.over = True
             text = f"Execution failed: the code ran longer than {self.execute_s:g} s and was stopped for good."
-            return Executed(text, slot.completed, slot.failed, mistake="deadline", over=True)
+            return Executed(text, "deadline")
         except WorkerDied as died:
             if died.signal not in _OWN:
                 raise
-            text = f"Execution failed: the code ended its own process ({signal.Signals(died.signal).name})."
-            return Executed(text, slot.completed, slot.failed, mistake="crashed", over=True)
+            slot.over = True
+            name = signal.Signals(died.signal).name
+            return Executed(f"Execution failed: the code ended its own process ({name}).", "crashed")
         slot.completed, slot.failed = bool(answer["completed"]), bool(answer["failed"])
-        return Executed(
-            str(answer["output"]), slot.completed, slot.failed, str(answer["mistake"]), engine_s=answer["engine_s"]
-        )
+        return Executed(str(answer["output"]), str(answer["mistake"]), answer["engine_s"])
 
     async def state(self, slot: Slot) -> dict[str, Any]:
         """What the episode changed, for an evaluator.

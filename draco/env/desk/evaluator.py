@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from draco.config.options import checked
@@ -21,14 +20,9 @@ from draco.env.desk.world import PAGE, Effect, restates
 __all__ = ["FAULTS", "DeskEvaluator"]
 
 FAULTS = (
-    "skips_pages",
-    "restates_secret",
-    "wrong_recipient",
-    "wrong_amount",
-    "duplicates",
-    "forgets_confirmation",
+    "skips_pages", "restates_secret", "wrong_recipient", "wrong_amount", "duplicates", "forgets_confirmation",
     "stops_early",
-)
+)  # fmt: skip
 #: effect kind → the fault that a difference in each of its fields means
 ROLES: Mapping[str, tuple[str, ...]] = {
     "paid": ("wrong_recipient", "wrong_amount"),
@@ -95,12 +89,6 @@ class DeskEvaluator(Evaluator):
         return Outcome(success, causal, tuple(steps), detail={"steps": steps})
 
 
-@dataclass(slots=True)
-class _Missing:
-    effect: Effect
-    block: Block
-
-
 class _Case:
     """One record under examination; `faults` maps names to 0-based numbers of calls."""
 
@@ -112,16 +100,16 @@ class _Case:
         self.held: list[tuple[Effect, int]] = [(tuple(effect), at) for effect, at in record["held"]]
         self.status: str = record["status"]
         self.faults: dict[str, set[int]] = defaultdict(set)
-        self.missing = [_Missing(effect, block) for block in gold.blocks for effect in block.effects]
+        self.missing = [(effect, block) for block in gold.blocks for effect in block.effects]
 
     def run(self) -> None:
         self._leaks()
         for _, at in self.held:
-            self.faults["forgets_confirmation"].add(self._turn_after(at))
+            self.faults["forgets_confirmation"].add(self._later(at))
         # What is held and was never confirmed counts as done here: the missing confirmation is its only fault.
         self._match(sorted([*self.effects, *self.held], key=lambda made: made[1]))
-        for lack in self.missing:
-            self._omission(lack)
+        for effect, block in self.missing:
+            self._omission(effect, block)
         if self.status != "done":
             self.faults["gave_up" if self.status == "fail" else "unfinished"].add(max(len(self.calls) - 1, 0))
 
@@ -136,7 +124,7 @@ class _Case:
         asked = {effect for block in self.gold.blocks for effect in block.effects}
         wrong = []
         for effect, at in made:
-            hit = next((lack for lack in self.missing if lack.effect == effect), None)
+            hit = next((lack for lack in self.missing if lack[0] == effect), None)
             if hit is not None:
                 self.missing.remove(hit)
             elif effect in asked:
@@ -150,11 +138,11 @@ class _Case:
         def alike(other: Effect) -> int:
             return sum(a == b for a, b in zip(effect, other, strict=True))
 
-        lacks = [lack for lack in self.missing if lack.effect[0] == effect[0]]
+        lacks = [lack for lack in self.missing if lack[0][0] == effect[0]]
         if lacks:
-            meant = max(lacks, key=lambda lack: alike(lack.effect))
+            meant = max(lacks, key=lambda lack: alike(lack[0]))
             self.missing.remove(meant)
-            other = meant.effect
+            other = meant[0]
         else:
             kin = sorted(e for e in asked if e[0] == effect[0])
             if not kin:
@@ -166,16 +154,15 @@ class _Case:
             if a != b and not (effect[0] in ("mailed", "noted") and at in self.faults.get("restates_secret", ())):
                 self.faults[role].add(at)
 
-    def _omission(self, lack: _Missing) -> None:
-        listing = LISTS.get(lack.block.kind)
-        pages = self._fetched(listing, lack.block) if listing else {}
-        item = lack.effect[-1]
-        if pages and self._page_of(lack.block, item) not in pages:
-            after = self._moved_on(max(pages.values()), HANDLERS[lack.block.kind])
+    def _omission(self, effect: Effect, block: Block) -> None:
+        listing = LISTS.get(block.kind)
+        pages = self._fetched(listing, block) if listing else {}
+        if pages and self._page_of(block, effect[-1]) not in pages:
+            after = self._later(max(pages.values()), HANDLERS[block.kind])
             if after > max(pages.values()):
                 self.faults["skips_pages"].add(after)
         elif self.status == "done":
-            worked = pages and any(effect in lack.block.effects for effect, _ in self.effects)
+            worked = pages and any(made in block.effects for made, _ in self.effects)
             self.faults["misses_item" if worked else "stops_early"].add(len(self.calls) - 1)
 
     def _fetched(self, listing: str, block: Block) -> dict[int, int]:
@@ -198,12 +185,7 @@ class _Case:
         }
         return listed[block.kind].index(item) // PAGE + 1
 
-    def _moved_on(self, at: int, handlers: tuple[str, ...]) -> int:
-        """First call of a later turn that is about something else than the list, or the last call there is."""
+    def _later(self, at: int, skipped: tuple[str, ...] = ()) -> int:
+        """First call of a later turn that is none of `skipped`, or the last call there is."""
         later = (i for i in range(at + 1, len(self.calls)) if self.turns[i] > self.turns[at])
-        return next((i for i in later if self.calls[i]["api"] not in handlers), len(self.calls) - 1)
-
-    def _turn_after(self, at: int) -> int:
-        """First call of the next turn, or the last call there is."""
-        later = (i for i in range(at + 1, len(self.calls)) if self.turns[i] > self.turns[at])
-        return next(later, len(self.calls) - 1)
+        return next((i for i in later if self.calls[i]["api"] not in skipped), len(self.calls) - 1)

@@ -113,7 +113,7 @@ def test_what_the_agent_does_to_its_process_is_an_observation(code: str, mistake
         slot = await pool.open("s1_1")
         await pool.execute(slot, "complete")
         done = await pool.execute(slot, code)
-        assert (done.mistake, done.over, done.completed) == (mistake, True, True)
+        assert (done.mistake, slot.over, slot.completed) == (mistake, True, True)
         assert words in done.output
         await pool.close(slot)
 

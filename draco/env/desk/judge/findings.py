@@ -69,21 +69,9 @@ class Findings:
         if not evidence:
             where = "step" + ("s " if len(steps) > 1 else " ") + ", ".join(map(str, steps))
             evidence = {1: f"fulfilled at {where}", -1: f"broken at {where}", 0: "its condition never arose"}[score]
-        self.found.append(
-            Finding(
-                title=title,
-                description=description,
-                instruction=instruction,
-                grounding=self.grounding,
-                topic=topic,
-                score=score,
-                steps=steps,
-                evidence=evidence,
-                omitted=omitted and score < 0,
-                obvious=obvious,
-                rank=rank,
-            )
-        )
+        left_out = omitted and score < 0
+        texts = (title, description, instruction, self.grounding)
+        self.found.append(Finding(*texts, topic, score, steps, evidence, left_out, obvious, rank))
 
     def main(
         self,
