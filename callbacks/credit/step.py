@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from draco.config.checks import one_of
+from draco.config.options import checked
 from draco.core.types import Judgement
 from draco.credit.base import GroupCredit
 from draco.credit.redistribution import StepCredit, redistribute
@@ -20,6 +20,7 @@ from draco.credit.redistribution import StepCredit, redistribute
 __all__ = ["StepLevelCredit"]
 
 
+@checked("credit")
 class StepLevelCredit(GroupCredit):
     """Closed-form redistribution.
 
@@ -32,7 +33,6 @@ class StepLevelCredit(GroupCredit):
 
     def __init__(self, *, unanimous: Literal["equal_totals", "uniform"] = "equal_totals", **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
-        one_of("credit.unanimous", unanimous, ("equal_totals", "uniform"))
         self.unanimous: Literal["equal_totals", "uniform"] = unanimous
 
     def credit(self, judgement: Judgement, member: int, advantage: float) -> StepCredit:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from draco.config.checks import number
+from draco.config.options import Share, checked
 from draco.core.errors import ConfigError, TrainingStopped
 from draco.core.types import Failure, Group, Judgement
 from draco.env.base import Evaluator
@@ -22,12 +22,13 @@ from draco.judge.stage import BaseRubric, judged_without_criteria
 __all__ = ["OutcomeRubric"]
 
 
+@checked("rubric")
 class OutcomeRubric(BaseRubric):
     """Rewards success."""
 
     gives_citations = False
 
-    def __init__(self, evaluator: Evaluator | None, max_failed_share: float = 0.25) -> None:
+    def __init__(self, evaluator: Evaluator | None, max_failed_share: Share = 0.25) -> None:
         """Set up the stage.
 
         Args:
@@ -40,7 +41,6 @@ class OutcomeRubric(BaseRubric):
         super().__init__()
         if evaluator is None:
             raise ConfigError("rubric=outcome needs the environment's evaluator, and this environment names none")
-        number("rubric.max_failed_share", max_failed_share, 0, 1)
         self.evaluator, self.max_failed_share = evaluator, max_failed_share
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:

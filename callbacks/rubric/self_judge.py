@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from draco.config.checks import whole
+from draco.config.options import Count, NonNegative, checked
 from draco.core.errors import ConfigError
 from draco.core.types import Group, Judgement
 from draco.judge import local
@@ -41,6 +41,7 @@ _TOO_SMALL = "draco.policy.tiny"
 _UNHURRIED_S = 86_400.0  #: in process a call waits for its whole batch
 
 
+@checked("rubric")
 class SelfJudgeRubric(JudgedRubric):
     """Has a set proposed for every group, by the policy."""
 
@@ -50,11 +51,11 @@ class SelfJudgeRubric(JudgedRubric):
         self,
         judge: JudgeClient,
         policy: str = "",
-        k: int = 3,
+        k: Count = 3,
         thinking: bool = True,
-        temperature: float = 1.0,
-        max_reply_tokens: int = 4096,
-        context: int | None = None,
+        temperature: NonNegative = 1.0,
+        max_reply_tokens: Count = 4096,
+        context: Count | None = None,
         api_base: str | None = None,
         model: str | None = None,
         group_size: int = 6,
@@ -87,7 +88,6 @@ class SelfJudgeRubric(JudgedRubric):
                 "rubric=self_judge with policy=tiny: a policy of 1M parameters that knows 600 words cannot write "
                 "criteria or JSON; use policy=hf policy.path=MODEL, or rubric=dynamic with judge=scripted"
             )
-        whole("rubric.k", k, 1)
         if bool(api_base) != bool(model):
             raise ConfigError("rubric.api_base and rubric.model name an endpoint together; set both or none")
         panel = Panel(tuple(Voter(repeat=repeat) for repeat in range(k)), "unanimous", first_justifies=True)

@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from draco.config.options import Share, checked
+from draco.config.options import Count, Share, checked
 from draco.core.background import BackgroundLoop
 from draco.core.distributed import barrier, gather, rank, world_size
 from draco.core.errors import JudgeError, TrainingStopped
@@ -77,13 +76,12 @@ class JudgedRubric(BaseRubric):
         self,
         judge: JudgeClient,
         caveats: Sequence[str] = (),
-        secret_path: str | None = None,
         attribution_overrides: Overrides = "ignore",
         propose_cache: ProposeCache = "group",
         order: Literal["batch", "arrival"] = "batch",
         max_failed_share: Share | None = None,
-        max_action_chars: int = 24_000,
-        max_observation_chars: int = 12_000,
+        max_action_chars: Count = 24_000,
+        max_observation_chars: Count = 12_000,
         panel: Panel | None = None,
     ) -> None:
         """Set up the stage.
@@ -91,8 +89,6 @@ class JudgedRubric(BaseRubric):
         Args:
             judge: carries the calls; its options name the view and the members of an ensemble.
             caveats: added to every prompt, before those of the environment.
-            secret_path: file that keys the transcript delimiters, made with mode 0600 if missing. `open` may give the
-                secret itself. Without either, a secret of this process is used.
             attribution_overrides: see `JudgePipeline`.
             propose_cache: see `JudgePipeline`.
             order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
@@ -105,16 +101,17 @@ class JudgedRubric(BaseRubric):
             ConfigError: an option is out of range.
         """
         super().__init__()
+        if max_failed_share is None:
+            max_failed_share = judge.options.max_failed_share
         self.needs_citations = True  #: False skips the attribution calls
         self.client = judge
         self.caveats = tuple(caveats)
         self.order = order
-        self.max_failed_share = judge.options.max_failed_share if max_failed_share is None else max_failed_share
-        secret = read_secret(Path(secret_path)) if secret_path else secrets.token_bytes(32)
+        self.max_failed_share = max_failed_share
         self.pipeline = JudgePipeline(
             judge,
             self.caveats,
-            secret,
+            secrets.token_bytes(32),  # until `open` gives that of the run
             attribution_overrides,
             propose_cache,
             sink=self._records.append,

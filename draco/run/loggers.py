@@ -11,12 +11,12 @@ import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers.logger import Logger
 from omegaconf import OmegaConf
 
-from draco.config.checks import one_of
+from draco.config.options import check_option
 from draco.core import files
 
 __all__ = ["MetricsCsv", "WandbMetrics", "finish", "read_metrics", "wandb_logger", "write_metrics"]
@@ -239,7 +239,7 @@ def wandb_logger(
     Raises:
         ConfigError: no such mode.
     """
-    one_of("logger.wandb.mode", mode, ("online", "offline", "disabled", "auto"))
+    check_option("logger.wandb.mode", mode, Literal["online", "offline", "disabled", "auto"])
     folder = Path(run)
     if mode == "auto":
         mode = "online" if _has_key() else "offline"

@@ -295,7 +295,7 @@ def test_one_loop_a_process() -> None:
     second.close()
 
 
-def test_bind_adds_caveats_and_secret(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
+def test_open_adds_caveats_and_secret(fake: FakeJudge, stages: list[JudgedRubric]) -> None:
     stage = dynamic(stages, fake, caveats=["mine"])
     stage.open(RunContext(caveats=("theirs",), secret=b"0123456789abcdef"))
     list(stage.judge([group(2)]))
@@ -311,13 +311,12 @@ def test_bind_adds_caveats_and_secret(fake: FakeJudge, stages: list[JudgedRubric
         stage.open(RunContext(secret=b"short"))
 
 
-def test_secret_file(tmp_path: Path, fake: FakeJudge, stages: list[JudgedRubric]) -> None:
+def test_secret_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     first = read_secret(path)
     assert len(first) == 32
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_secret(path) == first
-    dynamic(stages, fake, secret_path=str(path))
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="16"):
         read_secret(path)
