@@ -52,11 +52,13 @@ def test_every_setting_builds(rubric: str, credit: str, tmp_path: Path) -> None:
     ],
 )
 def test_every_option_composes_and_resolves(group: str, option: str, tmp_path: Path) -> None:
-    config = configuration(f"{group}={option}", f"run={tmp_path}")
-    missing = OmegaConf.missing_keys(config)
+    given = [f"{group}={option}", f"run={tmp_path}"]
+    if option == "appworld_paper":  # the environment's tokenizer is the policy's, which this base does not name
+        given.append("policy.path=x")
+    missing = OmegaConf.missing_keys(configuration(*given))
     assert missing <= {"judge.model", "rubric.judge.model", "policy.path"}
     filled = [f"{key}=x" for key in missing if "rubric" not in key]
-    OmegaConf.to_container(configuration(f"{group}={option}", f"run={tmp_path}", *filled), resolve=True)
+    OmegaConf.to_container(configuration(*given, *filled), resolve=True)
 
 
 def test_defaults_are_the_paper_where_the_policy_does_not_say_otherwise() -> None:
@@ -343,7 +345,7 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("experiment", ["appworld_qwen36_27b", "appworld_qwen25_32b"])
 def test_an_experiment_names_its_placement_once_and_goes_without(experiment: str) -> None:
-    defaults = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").defaults
-    assert sum("override /placement" in entry for entry in defaults) == 1
+    files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml").defaults for name in (experiment, "appworld_paper")]
+    assert sum("override /placement" in entry for defaults in files for entry in defaults) == 1
     assert configuration(f"experiment={experiment}").engine.launch.gpus == ["0,1,2,3", "4,5,6,7"]
     assert configuration(f"experiment={experiment}", "~placement").engine.launch.gpus is None

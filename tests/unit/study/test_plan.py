@@ -383,7 +383,7 @@ def test_several_nodes_are_planned_node_by_node(
         ("foo=1", "options of draco plan: decode_efficiency, environment_s, gpu, gpus"),
         ("mfuu=1", "did you mean mfu?"),
         ("+foo=1", "+foo=1 adds an option that nothing reads"),
-        ("experiment=nope", "in 'experiment': appworld_qwen25_32b appworld_qwen36_27b"),
+        ("experiment=nope", "in 'experiment': appworld_paper appworld_qwen25_32b appworld_qwen36_27b"),
     ],
 )
 def test_what_cannot_be_is_one_line(wrong: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
