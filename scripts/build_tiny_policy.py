@@ -5,8 +5,8 @@
 
 To measure a built policy, train one step from it and evaluate the run's base model:
 
-    python train.py run=/tmp/run policy.path=/tmp/tiny steps=1
-    python scripts/evaluate.py run=/tmp/run checkpoints=base split=test_challenge
+    draco train run=/tmp/run policy.path=/tmp/tiny steps=1
+    draco evaluate run=/tmp/run checkpoints=base split=test_challenge
 
 The model learns in four phases. A drill teaches copying. Clean demonstrations of the families follow, then clean ones
 of any mix of sub-goals, then faulty ones with a fixed rate for each fault. In the last phase some turns are garbled and
