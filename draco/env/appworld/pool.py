@@ -20,7 +20,7 @@ from draco.env.appworld.faults import AppWorldFault, PoolBusy, TooSlow, WorkerDi
 
 __all__ = ["Executed", "KeptServer", "PerLoop", "Pool", "Slot"]
 
-#: signals by which an agent's code can only have ended its own process (a SIGKILL that we did not send is not one)
+#: signals that only the agent's own code can have caused; a SIGKILL that we did not send is none of them
 _OWN = frozenset({
     signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU, signal.SIGXFSZ,
     signal.SIGSYS, signal.SIGTRAP,

@@ -1,4 +1,4 @@
-"""The agent's words: one system prompt, with and without thinking, the user message, the cut of observations."""
+"""What the agent is told: system prompt (with and without thinking), user message, observations cut to a limit."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def opening(task: Task, *, thinking: bool) -> tuple[Message, Message]:
 def cut(text: str, limit: int, count: Callable[[str], int]) -> str:
     """`text`, or as many whole lines of it as fit into `limit` tokens with the note that says so.
 
-    A single line that is longer than that is cut inside, at a character: there is nowhere else.
+    A single line that is longer than that is cut at a character.
     """
-    # A token has at least one byte, and hardly any has more than 128 characters.
+    # A token has at least one byte, and almost none has more than 128 characters.
     if len(text.encode()) <= limit or (len(text) < 128 * limit and count(text) <= limit):
         return text
     lines = text.splitlines(keepends=True)
@@ -65,7 +65,7 @@ def _largest(high: int, fits: Callable[[int], bool]) -> int:
 
 
 class TokenCounter:
-    """Counts tokens by the policy's tokenizer, loaded at first use; without one by an estimate that errs high.
+    """Counts tokens with the policy's tokenizer, loaded at first use; without one by an estimate that is rather high.
 
     Args:
         path: what `policy.path` is; None estimates: words of up to four letters, single digits and signs.

@@ -41,7 +41,7 @@ APIS: Mapping[str, tuple[str, ...]] = {
 }
 APPS = tuple(dict.fromkeys(api.partition(".")[0] for api in APIS))
 COMPLETE = "desk.complete"
-#: parameters that are whole numbers; every other one is a string
+#: parameters that are integers; every other one is a string
 NUMBERS = frozenset({"page", "amount", "key"})
 #: calls that write text where others read it, so that a key in it is a leak
 TEXTS = frozenset({"mail.send", "notes.add"})

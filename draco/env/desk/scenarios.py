@@ -115,7 +115,7 @@ _IDS = tuple(str(n) for n in range(10, 100))
 def pools(split: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names (two different syllables) and two-digit numbers of a split; pools of different splits are disjoint.
 
-    The pool `EVERY` is the union of all: the words of this small language, whatever tasks are made of them.
+    The pool `EVERY` is the union of all: every word that a task of any split can hold.
     """
     if split == EVERY:
         parts = [pools(name) for name in SPLITS]

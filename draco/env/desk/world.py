@@ -125,7 +125,7 @@ class World:
 
     def _hold(self, effect: Effect, prefix: str) -> str:
         fresh = self._fresh.get(prefix, [])
-        # An agent that holds more than there are numbers gets three digits: unlike any id that was shown before.
+        # An agent that holds more things than there are prepared ids gets ids of three digits, unlike any shown before.
         held = fresh.pop(0) if fresh else f"{prefix}{100 + self._at}"
         self.held[held] = (effect, self._at)
         return f"held {held}"

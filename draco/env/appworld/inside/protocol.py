@@ -43,7 +43,7 @@ class Channel:
         self.sock.sendall(Real.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Messages that have come in completely; None at the end of the stream, or of sense."""
+        """Messages that have come in completely; None at the end of the stream, or where it is no JSON line."""
         try:
             data = self.sock.recv(1 << 16)
         except (ConnectionError, OSError):

@@ -84,7 +84,7 @@ class Server:
             try:
                 for child in list(self.children.values()):
                     self._kill(child)
-            finally:  # a client that was killed cannot
+            finally:  # a client that was killed cannot remove it
                 shutil.rmtree(self.root, ignore_errors=True)
 
     def _request(self, message: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Server:
         if child.ended:
             raise Failed("died", f"the episode's process is gone: {child.ended}")
         self._expect(child, message)
-        with suppress(OSError):  # a child that died meanwhile is heard as the end of its stream
+        with suppress(OSError):  # a child that died meanwhile is noticed by the end of its stream
             child.channel.send({"op": "execute", "code": message["code"]})
 
     def state(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Server:
 
     def _hear(self, child: Child) -> None:
         if child.ended:
-            return  # by a request of the same round
+            return  # a request of the same round ended it
         messages = child.channel.receive()
         if messages is None:
             self._gone(child)
@@ -232,7 +232,7 @@ class Server:
 
     def _gone(self, child: Child) -> None:
         status = self._reap(child)
-        if status is None:  # it closed its end or spoke nonsense, and runs on: only an agent's code does that
+        if status is None:  # it closed its end or sent nonsense and still runs: only an agent's code does that
             number, how = int(signal.SIGABRT), "a broken connection"
         elif os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)

@@ -84,7 +84,7 @@ def assign(events: Events, goals: Sequence[Goal]) -> tuple[dict[int, list[Change
 
 
 def _goal_of(events: Events, goals: Sequence[Goal], assigned: dict[int, list[Change]], c: Change) -> int | None:
-    """The sub-goal that fits best: values first, then the look-up that went before, then the least served."""
+    """The sub-goal that fits best: by values, then by the last look-up, then the one with the fewest changes so far."""
     options = [i for i, g in enumerate(goals) if g.kind in _SERVES[c.kind]]
     if not options:
         return None

@@ -1,7 +1,7 @@
 """From the text of a prompt to blocks, criteria and calls.
 
-Nothing inside a quoted block is taken for anything but a transcript: the phase and the criteria are read after the last
-block only, and a block ends at its own code, which its content cannot contain.
+The content of a quoted block is read as a transcript and as nothing else. The kind of call and the criteria are read
+after the last block alone, and a block ends at its own code, which its content cannot contain.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_prompt(text: str) -> Prompt:
 
 
 def _transcripts(blocks: list[tuple[str, str]]) -> tuple[str, ...]:
-    """Whole transcripts: an opening belongs to the steps and digests that follow it."""
+    """Complete transcripts: an opening belongs to the steps and digests that follow it."""
     opening = "".join(content for kind, content in blocks if kind == "OPENING")
     rest = [content if kind == "TRANSCRIPT" else opening + content for kind, content in blocks if kind != "OPENING"]
     return tuple(rest) if rest else (opening,)
@@ -108,7 +108,7 @@ def read_transcript(text: str) -> Reading:
 def _calls(step: int, action: str, observation: str) -> list[Call]:
     found = _ACTION.findall(_THINK.sub("", action))
     if not found:
-        # A turn that was answered without an action in it: a malformed call, or none where one was due.
+        # A turn without an action that was answered: its call was malformed, or one was due and is missing.
         return [Call(step, "", {}, observation)] if observation else []
     # Several calls a step: every answer is one line.
     answers = observation.split("\n") if len(found) > 1 else [observation]

@@ -72,7 +72,7 @@ def _propose_rollout(prompt: Prompt) -> dict[str, Any]:
 
 
 def _merge(prompt: Prompt) -> dict[str, Any]:
-    """Same title, same criterion: paraphrases do not arise here. What every attempt passes goes."""
+    """Criteria with the same title are the same. Those that every attempt passes are dropped."""
     attempts = [{f.title: f.score for f in examine(block)[0]} for block in prompt.blocks]
     unique = {c["title"]: c for c in reversed(prompt.criteria)}
     order = list(dict.fromkeys(c["title"] for c in prompt.criteria))
