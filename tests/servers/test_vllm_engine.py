@@ -26,7 +26,7 @@ from callbacks.rubric.random import RandomRubric
 from draco.config.compose import compose_config
 from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, TrainingStopped
-from draco.core.types import Credit, Group, Judgement, Task, Termination
+from draco.core.types import Group, Judgement, Task, Termination
 from draco.env.base import Episode, Reply
 from draco.judge.client import JudgeClient
 from draco.judge.ping import ping
@@ -554,7 +554,7 @@ def test_a_wrong_trained_adapter_stops_the_run_before_it_updates(
         "rubric=random",  # no judge: the batch fails before its rewards count
         "tasks_per_step=1", "group_size=2", "eval.before=false", "limits.max_turns=2", "limits.max_prompt_tokens=500",
     )  # fmt: skip
-    with pytest.raises(TrainingStopped, match=r"nats a token, more than engine\.max_mismatch=0\.1; .* no update"):
+    with pytest.raises(TrainingStopped, match=r"nats a token, more than engine\.max_mismatch=0\.1; .* further update"):
         train(config)
     (saved,) = checkpoints(run)
     assert read_state(saved)["policy_version"] == 0
@@ -590,19 +590,19 @@ def test_servers_sleep_while_the_trainer_updates(
     """Awake for rollouts and for whoever judges by them; nothing is updated before they sleep."""
     server = start(["<code>apis.mail.list(page=1)</code>"])
     seen: list[tuple[str, bool]] = []
-    judge, update = RandomRubric.judge, GRPOModule.update
+    judge, worker = RandomRubric.judge, GRPOModule._worker
 
     def judged(self: RandomRubric, groups: Iterable[Group]) -> Iterator[Judgement]:
         for judgement in judge(self, groups):
             seen.append(("judge", server.asleep))
             yield judgement
 
-    def updated(self: GRPOModule, credited: Iterable[Credit]) -> None:
+    def updated(self: GRPOModule) -> Any:
         seen.append(("update", server.asleep))
-        update(self, credited)
+        return worker(self)
 
     monkeypatch.setattr(RandomRubric, "judge", judged)
-    monkeypatch.setattr(GRPOModule, "update", updated)
+    monkeypatch.setattr(GRPOModule, "_worker", updated)
     train(
         configuration(
             f"run={tmp_path / 'run'}", "engine=vllm", f"engine.servers=[{server.url}]", "engine.sleep=true", "steps=2",
