@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from draco.core.errors import ConfigError
 from draco.core.files import read_json, write_json
+from draco.core.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -179,19 +179,14 @@ def main(arguments: list[str]) -> int:
     rows += [
         [f"{r}+{c}", *(spread([get(s) for s in cell]) for get in COLUMNS.values())] for (r, c), cell in found.items()
     ]
-    lines = ["| setting | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    table = Table(title=f"mean ± std over {len(seeds)} seeds, percent", title_justify="left")
-    for name in ("setting", *COLUMNS):
-        table.add_column(name, justify="left" if name == "setting" else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    title = f"mean ± std over {len(seeds)} seeds, percent"
+    table = Table("ablation", title, ("setting", *COLUMNS), tuple(map(tuple, rows)))
+    console.print(table.terminal())
     if failures:
         console.print("\n".join(failures), markup=False)
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    (out / "ablation.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (out / "ablation.md").write_text(table.markdown(), encoding="utf-8")
     write_json(out / "ablation.json", {f"{r}+{c}": cell for (r, c), cell in found.items()})
     console.print(f"table: {out / 'ablation.md'}")
     return 0

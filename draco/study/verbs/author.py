@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from draco.config.arguments import Command, needed, option, passed_on
 from draco.config.options import Count, Share
 from draco.core.errors import ConfigError, JudgeReplyError
+from draco.core.table import Cell, Table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -91,11 +92,16 @@ def write(out: Path, kept: Sequence[Rated], config: DictConfig, counts: str) -> 
     head = f"# Authored by draco author with {config.judge.model}: {counts}. Most failed first.\n"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(head + OmegaConf.to_yaml(OmegaConf.create({"criteria": rows})), encoding="utf-8")
-    lines = ["| criterion | failure rate | applicable | discriminative |", "|---|---|---|---|"]
-    lines += [
-        f"| {r.criterion.title} | {r.failure_rate:.1%} | {r.applicable:.1%} | {r.discriminative:.1%} |" for r in kept
-    ]
-    out.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    table = Table(out.stem, "", _COLUMNS, tuple(map(_cells, kept)))
+    out.with_suffix(".md").write_text(table.markdown(), encoding="utf-8")
+
+
+#: of a table of criteria
+_COLUMNS = ("criterion", "failure rate", "applicable", "discriminative")
+
+
+def _cells(r: Rated) -> tuple[Cell, ...]:
+    return r.criterion.title, r.failure_rate, r.applicable, r.discriminative
 
 
 def main(arguments: list[str]) -> None:
@@ -135,12 +141,6 @@ def main(arguments: list[str]) -> None:
 
 def show(rated: Sequence[Rated], kept: Sequence[Rated], console: Console) -> None:
     """A row a criterion."""
-    from rich.table import Table
-
-    table = Table(title="criteria by failure rate", title_justify="left")
-    for name in ("criterion", "failure rate", "applicable", "discriminative", ""):
-        table.add_column(name, justify="left" if name == "criterion" else "right")
-    for r in sorted(rated, key=lambda r: -r.failure_rate):
-        shares = (f"{value:.1%}" for value in (r.failure_rate, r.applicable, r.discriminative))
-        table.add_row(r.criterion.title, *shares, "" if r in kept else "pruned")
-    console.print(table)
+    ordered = sorted(rated, key=lambda r: -r.failure_rate)
+    rows = tuple((*_cells(r), "" if r in kept else "pruned") for r in ordered)
+    console.print(Table("criteria", "criteria by failure rate", (*_COLUMNS, ""), rows).terminal())
