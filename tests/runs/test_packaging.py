@@ -235,3 +235,9 @@ def test_other_shells_read_their_scripts(name: str, shell: Shell) -> None:
     if shutil.which(name) is None:
         pytest.skip(f"no {name} here")
     shell(f"draco completion {name} > script && {name} -n script")
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_completes(shell: Shell) -> None:
+    found = shell("draco completion fish > script; fish -c \"source script; complete -C 'draco train rubric=st'\"")
+    assert "rubric=static" in found.stdout.split()

@@ -46,7 +46,7 @@ def test_a_sweep_is_one_wandb_group(
     options: tuple[str, ...], group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("draco.run.train.train", lambda config, *_: seen.append(config.logger.wandb.group))
+    monkeypatch.setattr("draco.run.train.train", lambda config, *_, **__: seen.append(config.logger.wandb.group))
     with initialize_config_module("conf", version_base="1.3"):
         config = compose("train", ["logger=wandb", *options])
     _job(config, [], str(tmp_path / "big" / "0-dynamic-step-s0"), sweeping=True)

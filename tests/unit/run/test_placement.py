@@ -58,15 +58,16 @@ def test_several_machines_need_torchrun() -> None:
         launch_processes(composed("trainer=cpu", "trainer.devices=2"), [], sweeping=False)
 
 
-def test_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["train.py"], ["/opt/draco/bin/draco", "train"]])
+def test_several_processes_are_started_by_torchrun(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: ran.append(command))
-    monkeypatch.setattr("sys.argv", ["train.py", "trainer=ddp", "trainer.devices=2"])
+    monkeypatch.setattr("sys.argv", [*words, "trainer=ddp", "trainer.devices=2"])
     config = composed("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
     launch_processes(config, ["trainer=ddp"], sweeping=False)
     launch_processes(composed("trainer=cpu"), [], sweeping=False)
     (command,) = ran
-    expected = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "trainer=ddp"]
+    expected = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words, "trainer=ddp"]
     assert command[1:] == [*expected, "trainer.devices=2", "run=x"]  # one folder for all processes
 
 
