@@ -135,7 +135,7 @@ class JudgePipeline:
         """
         _check_secret(secret)
         self.client = client
-        self.view = VIEWS[client.options.plan]()
+        self.view = VIEWS[client.options.plan]
         self.panel = panel or panel_of(client.members, client.options.ensemble)
         self.endpoint: JudgeEndpoint | None = None  #: whom to ask; None: the client's model and its fallbacks
         self.salt = ""  #: part of every cache key: the adapter's hash where the policy judges
@@ -214,7 +214,7 @@ class JudgePipeline:
         run.counters.count("rubric/groups")
         scored, attributed = await self._score(run, criteria, citations)
         count_scores(run.group, scored, run.counters)
-        if citations and not self.view.joint:
+        if citations and not self.view.lean:
             attributed = await self._attribute(run, criteria, scored)
         apply = self.attribution_overrides == "apply"
         return judgement_of(run.group, criteria, scored, attributed, run.counters, apply=apply)
@@ -256,7 +256,7 @@ class JudgePipeline:
 
         async def ballot(t: Trajectory, voter: Voter) -> Ballot:
             material = self.view.score(run.blocks, t, criteria)
-            if self.view.joint and citations:
+            if self.view.lean and citations:
                 assess = partial(check_assessments, criteria, len(t.steps))
                 return await self._call(run, "assess", material, assess, t.sample, voter)
             return await self._call(run, "score", material, partial(check_scores, criteria), t.sample, voter), None
@@ -303,14 +303,14 @@ class JudgePipeline:
         return await self.client.call(
             JudgeRequest(
                 phase=phase,
-                messages=self.view.messages(phase, material, self.caveats),
+                messages=messages(phase, material, self.caveats, lean=self.view.lean),
                 check=check,
                 sink=keep,
                 task_id=run.group.task.id,
                 sample=sample,
                 step=run.group.step,
                 deadline=run.deadline,
-                version=self.view.version(phase),
+                version=prompt_version(phase, lean=self.view.lean),
                 repeat=voter.repeat if voter else 0,
                 salt=self.salt,
                 endpoint=(voter and voter.endpoint) or self.endpoint,

@@ -23,8 +23,6 @@ __all__ = [
     "CALLS",
     "PHASES",
     "criteria_block",
-    "lean_messages",
-    "lean_version",
     "messages",
     "prompt_text",
     "prompt_version",
@@ -45,15 +43,11 @@ def prompt_text(name: str) -> str:
 
 
 @cache
-def prompt_version(phase: str) -> str:
-    """16 hex digits over the two packaged texts that a call of this phase is made of."""
-    return hashlib.sha256(f"{prompt_text('system')}\0{prompt_text(phase)}".encode()).hexdigest()[:16]
-
-
-@cache
-def lean_version() -> str:
-    """16 hex digits over the packaged texts of the lean view: every call has all of them."""
-    return hashlib.sha256(f"{prompt_text('system')}\0{prompt_text('lean')}".encode()).hexdigest()[:16]
+def prompt_version(phase: str, *, lean: bool = False) -> str:
+    """16 hex digits over the packaged texts that a call of this phase is made of; a lean one has those of all calls."""
+    return hashlib.sha256(f"{prompt_text('system')}\0{prompt_text('lean' if lean else phase)}".encode()).hexdigest()[
+        :16
+    ]
 
 
 @cache
@@ -108,14 +102,18 @@ def criteria_block(
     return f"## {heading}\n```json\n[{(','.join(chr(10) + row for row in rows))}\n]\n```\n"
 
 
-def messages(phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> list[dict[str, str]]:
-    """System and user message of one call: shared text, then `material` in order, then the call's instructions."""
-    user = "\n".join((*material, prompt_text(phase)))
-    return [{"role": "system", "content": _system(caveats)}, {"role": "user", "content": user}]
+def messages(
+    phase: str, material: Sequence[str], caveats: tuple[str, ...], *, lean: bool = False
+) -> list[dict[str, str]]:
+    """System and user message of one call: `material` in order, then the call's instructions.
 
-
-def lean_messages(phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> list[dict[str, str]]:
-    """The same for the lean view, whose instructions are all in the system message."""
+    Args:
+        phase: names the call.
+        material: blocks of the transcript and of criteria.
+        caveats: what to know about the environment.
+        lean: the instructions of all calls are in the system message, and the user message ends with the call's name.
+    """
     last = f"# Call: {phase}\nAnswer as {phase} in your instructions says: one JSON object and nothing else.\n"
-    system = _system(caveats, prompt_text("lean"))
-    return [{"role": "system", "content": system}, {"role": "user", "content": "\n".join((*material, last))}]
+    system = _system(caveats, prompt_text("lean") if lean else "")
+    user = "\n".join((*material, last if lean else prompt_text(phase)))
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]

@@ -1,6 +1,5 @@
 """What each prompt shows, and whether score and attribution are one call: `judge.plan=paper|lean` chooses the view.
 
-base.py    the interface: `View`
 paper.py   five kinds of call, every attempt in full
 lean.py    fewer calls, shorter prompts
 dedup.py   which proposed criteria are the same
@@ -9,11 +8,10 @@ size.py    how long the prompts may become
 
 from __future__ import annotations
 
-from draco.judge.views.base import View
 from draco.judge.views.lean import LeanView
 from draco.judge.views.paper import PaperView
 
-__all__ = ["VIEWS", "LeanView", "PaperView", "View"]
+__all__ = ["VIEWS", "LeanView", "PaperView"]
 
 #: by the value of `judge.plan`
-VIEWS: dict[str, type[View]] = {"paper": PaperView, "lean": LeanView}
+VIEWS: dict[str, PaperView] = {view.name: view for view in (PaperView(), LeanView())}

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from draco.core.types import Criterion, Trajectory
-from draco.judge.prompts import criteria_block, lean_messages, lean_version
+from draco.judge.prompts import criteria_block
 from draco.judge.transcript import Blocks
-from draco.judge.views.base import Material, View
 from draco.judge.views.dedup import distinct, vocabulary
+from draco.judge.views.paper import Material, PaperView
 
 __all__ = ["LeanView", "named_steps"]
 
@@ -26,17 +26,11 @@ _RANGE = re.compile(r"(\d+)(?:\s*(?:-|–|to)\s*(\d+))?")
 _LONGEST_RANGE = 10  # "steps 2-40" points at nothing
 
 
-class LeanView(View):
+class LeanView(PaperView):
     """About half of the paper view's tokens, or less."""
 
     name = "lean"
-    joint = True
-
-    def messages(self, phase: str, material: Sequence[str], caveats: tuple[str, ...]) -> list[dict[str, str]]:
-        return lean_messages(phase, material, caveats)
-
-    def version(self, phase: str) -> str:
-        return lean_version()
+    lean = True
 
     def propose_rollout(self, blocks: Blocks, trajectory: Trajectory, known: Sequence[Criterion]) -> Material:
         listed = criteria_block(known, "Existing criteria", without=("evaluator_instruction", "grounding_references"))

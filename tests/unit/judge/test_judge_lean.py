@@ -22,7 +22,7 @@ from draco.env.desk.judge.reading import read_prompt
 from draco.judge.client import JudgeClient
 from draco.judge.parsing import ReplyFault
 from draco.judge.pipeline import JudgePipeline
-from draco.judge.prompts import lean_version, prompt_version
+from draco.judge.prompts import prompt_version
 from draco.judge.records import CallRecord
 from draco.judge.replies import check_assessments, json_schema
 from draco.judge.transcript import DIGEST, Caps, cut, digest, steps, transcript
@@ -122,8 +122,8 @@ def test_the_prefix_is_shared_by_all_calls(fake: FakeJudge) -> None:
     shown = users["assess"].split("## Criteria")[0]
     assert "act 3 of sample 1" in shown
     assert users["propose_rollout"].startswith(shown)
-    assert {r.prompt_version for r in records} == {lean_version()}
-    assert lean_version() != prompt_version("score")
+    assert {r.prompt_version for r in records} == {prompt_version("score", lean=True)}
+    assert prompt_version("score", lean=True) != prompt_version("score")
 
 
 def test_merge_sees_digests_and_failing_steps_in_full(fake: FakeJudge) -> None:

@@ -169,17 +169,20 @@ def test_the_random_stream_of_a_call_is_its_own_in_whatever_order_calls_arrive(b
     assert len(set(streams((0, 1, 2, 3)))) == 4
 
 
-def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(policy: Policy) -> None:
+def test_a_policy_that_writes_no_json_stops_the_run_and_scores_nothing(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real engine and a real, unable policy."""
     made = SelfJudgeRubric(policy_client(), max_reply_tokens=8, max_prompt_tokens=64, max_response_tokens=64, k=1)
     made.context = 60_000
     made.open(RunContext(engine=TransformersEngine()))
     made.ready(policy)
     small = group(2, step=0)
-    made.pipeline.view.messages = lambda phase, material, caveats: [  # type: ignore[method-assign]
-        {"role": "system", "content": "judge"},
-        {"role": "user", "content": f"# Call: {phase}"},
-    ]
+
+    def short(phase: str, material: object, caveats: object, *, lean: bool) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "judge"}, {"role": "user", "content": f"# Call: {phase}"}]
+
+    monkeypatch.setattr("draco.judge.pipeline.messages", short)
     try:
         with pytest.raises(TrainingStopped, match="lost their judgement"):
             list(made.judge([small]))
