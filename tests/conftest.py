@@ -20,6 +20,7 @@ for name in ("NO_PROXY", "no_proxy"):  # servers on this machine are not behind 
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, tests that share a fixture of their module stay in one process, which makes it once."""
     for item in items:
