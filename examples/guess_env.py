@@ -3,8 +3,6 @@
 An environment opens episodes and knows nothing of success; the evaluator reads the end state afterwards.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -12,11 +10,9 @@ from draco.core.errors import ConfigError
 from draco.core.types import Message, Task
 from draco.env.base import CODE, Environment, Episode, Evaluator, Outcome, Reply
 
-__all__ = ["GuessEnvironment", "GuessEvaluator"]
 
-
-def _number(task_id: str) -> int:
-    return random.Random(task_id).randint(1, 20)
+def number_of(task: Task) -> int:
+    return random.Random(task.id).randint(1, 20)
 
 
 class GuessEpisode(Episode):
@@ -26,22 +22,21 @@ class GuessEpisode(Episode):
 
     def __init__(self, task: Task) -> None:
         self.opening = (Message("system", "Guess with <code>NUMBER</code>."), Message("user", task.instruction))
-        self._number, self._last = _number(task.id), ""
+        self.number, self.last = number_of(task), ""
 
     def step(self, actions: Sequence[str]) -> Reply:
-        self._last = actions[-1].strip()
-        if not self._last.isdigit():
+        self.last = actions[-1].strip()
+        if not self.last.isdigit():
             return Reply(("not a number",))
-        guess, right = int(self._last), int(self._last) == self._number
-        return Reply(("right" if right else "higher" if guess < self._number else "lower",), right, right)
+        right = int(self.last) == self.number
+        hint = "higher" if int(self.last) < self.number else "lower"
+        return Reply(("right" if right else hint,), done=right, completed=right)
 
     def end_state(self) -> str:
-        return self._last
+        return self.last
 
 
 class GuessEnvironment(Environment):
-    """Numbers from 1 to 20."""
-
     name = "guess"
     splits = ("train", "test")
 
@@ -55,7 +50,5 @@ class GuessEnvironment(Environment):
 
 
 class GuessEvaluator(Evaluator):
-    """Success: the last guess is the number."""
-
     def evaluate(self, task: Task, end_state: str) -> Outcome:
-        return Outcome(end_state == str(_number(task.id)))
+        return Outcome(end_state == str(number_of(task)))
