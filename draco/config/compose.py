@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
@@ -15,7 +16,15 @@ from omegaconf.errors import OmegaConfBaseException
 from draco.config.choices import explained, refuse_unread
 from draco.core.errors import ConfigError, DracoError
 
-__all__ = ["class_of", "compose_config", "instantiate", "instantiate_group", "judge_config", "with_judge"]
+__all__ = [
+    "class_of",
+    "compose_config",
+    "instantiate",
+    "instantiate_group",
+    "judge_config",
+    "stored_config",
+    "with_judge",
+]
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -32,6 +41,29 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     except ValueError as error:  # of Hydra, which takes no null for a group
         raise ConfigError(f"{error}; leave a group out with ~GROUP") from error
     refuse_unread(config, overrides, ())
+    return config
+
+
+def stored_config(run: Path, option: str = "run") -> DictConfig:
+    """config.yaml of a run folder.
+
+    Args:
+        run: the folder.
+        option: that named it, for messages.
+
+    Raises:
+        ConfigError: there is none, or a draco whose options had other names wrote it.
+    """
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{option}={run}: no run there (config.yaml not found); pass the run folder")
+    config = OmegaConf.load(file)
+    assert isinstance(config, DictConfig)
+    if OmegaConf.select(config, "rubric.stage") is not None:
+        raise ConfigError(
+            f"{option}={run}: an older draco wrote its config.yaml (it has rubric.stage, which is now rubric); reports "
+            "read it, but to train or evaluate it, use that version"
+        )
     return config
 
 

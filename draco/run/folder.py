@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from draco.config.compose import stored_config
 from draco.core import files
 from draco.core.errors import ConfigError
 from draco.run.archive import step_folders
@@ -182,9 +183,7 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
     Raises:
         ConfigError: no such run, or an override that a resume may not change.
     """
-    file = folder / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"resume={folder}: no run there (config.yaml not found); pass the run folder")
+    config = stored_config(folder, "resume")
     names = [o.split("=", 1)[0].lstrip("+~") for o in overrides]
     secret = [n for n in names if _SECRET.search(n)]
     wrong = [n for n in names if n not in {"resume", "run", *secret} and not n.startswith(RESUMABLE)]
@@ -193,8 +192,6 @@ def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> Dict
             f"resume={folder} goes on with the run's own configuration; {', '.join(wrong)} cannot change "
             f"(only {', '.join(RESUMABLE)} can): start a new run instead"
         )
-    config = OmegaConf.load(file)
-    assert isinstance(config, DictConfig)
     if "distributed" not in config and "distributed" in given:  # of a run that an older version began
         config.distributed = given.distributed
     for name in names:

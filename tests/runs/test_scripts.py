@@ -77,7 +77,7 @@ def test_a_bad_option_is_one_line_in_the_shell() -> None:
         cwd=ROOT,
     )
     assert done.returncode == 2
-    assert done.stderr == "error: run=/nowhere: no run there (config.yaml not found)\n"
+    assert done.stderr == "error: run=/nowhere: no run there (config.yaml not found); pass the run folder\n"
 
 
 def test_ablation_keeps_finished_cells_and_prints_a_table(

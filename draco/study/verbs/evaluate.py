@@ -135,7 +135,9 @@ def options(arguments: list[str]) -> Options:
 
 def _run(given: Options) -> tuple[Iterator[dict[str, Any]], Path]:
     assert given.run is not None
-    config = run_config(given.run)
+    from draco.config.compose import stored_config
+
+    config = stored_config(given.run)
     from draco.config.choices import merge_known
     from draco.study.evaluate import evaluate_checkpoints
 
@@ -151,17 +153,6 @@ def _run(given: Options) -> tuple[Iterator[dict[str, Any]], Path]:
     config.seed = config.seed if given.seed is None else given.seed
     config.eval.split, config.eval.n, config.eval.tasks = splits[0], given.n, given.tasks
     return evaluate_checkpoints(config, given.run, which, splits, given.prices), given.out or given.run / "evaluations"
-
-
-def run_config(run: Path) -> DictConfig:
-    """config.yaml of a run."""
-    from omegaconf import DictConfig, OmegaConf
-
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"run={run}: no run there (config.yaml not found)")
-    config = OmegaConf.load(run / "config.yaml")
-    assert isinstance(config, DictConfig)
-    return config
 
 
 def api_config(given: Options) -> DictConfig:
