@@ -15,8 +15,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -q
-# Tests that share a fixture of their module stay in one process (tests/conftest.py); the others go where there is room.
-PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadgroup
+# A file's tests stay in one process, so that what they share is made once. Whole runs first: what is short fills the end.
+PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/runs tests/ranks tests/servers tests/unit
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-judge test-slow test-vllm test-appworld test-report test-tau test-distributed \

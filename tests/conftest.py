@@ -20,13 +20,6 @@ for name in ("NO_PROXY", "no_proxy"):  # servers on this machine are not behind 
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Under `pytest -n`, tests that share a fixture of their module stay in one process, which makes it once."""
-    fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    if any(found.scope == "module" for overriding in fixtures for found in overriding):
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def policy() -> Policy:
     """The shipped policy; tests that change its weights must put them back or build their own."""
