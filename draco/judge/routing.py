@@ -5,6 +5,13 @@
        ├── the same model, while retries are left ───────┤
        └── the next fallback ────────────────────────────┘
 
+Each model has a circuit breaker, so that a dead one does not cost every call its retries:
+
+    closed ── a call gives the model up ──→ open: not asked for `rest_s` ──→ one call tries it, once
+       ↑                                      ↑                                   │
+       └────────────── it replied ────────────┼───────────────────────────────────┤
+                                              └── it did not: twice as long ──────┘
+
 tenacity repeats a request. litellm's Router is not used: it hides the attempts that it makes, and here every attempt is
 recorded and checked against the spend caps before it is sent.
 """
@@ -14,22 +21,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import tenacity
 
 from draco.core.errors import JudgeCallError, JudgeConfigError, TrainingStopped
 from draco.core.llm.faults import Fault, retrying
 from draco.core.llm.transport import Reply, Transport
-from draco.judge.breaker import Breaker
 from draco.judge.budget import Spend
 from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.limits import Pace, PerLoop
 from draco.judge.options import JudgeOptions
 from draco.judge.requests import Call
 
-__all__ = ["Router"]
+__all__ = ["Breaker", "Router"]
 
 log = logging.getLogger("draco")
 
@@ -71,7 +78,7 @@ class Router:
     async def ask(self, call: Call[Any]) -> Reply:
         """A reply to the current question of a call.
 
-        A model with a fallback that gave no reply a moment ago is not asked (`draco.judge.breaker`).
+        A model with a fallback that gave no reply a moment ago is not asked (`Breaker`).
 
         Raises:
             JudgeCallError: no model gave one in time, or the last one refused this prompt.
@@ -201,3 +208,72 @@ class Router:
 
 def _name(served: tuple[str, str]) -> str:
     return f"{served[0] or '(unnamed)'}{f' / {served[1]}' if served[1] else ''}"
+
+
+_LONGEST_S = 600.0
+
+
+@dataclass(slots=True)
+class _State:
+    failures: int = 0  #: in a row; 0 = closed
+    until: float = 0.0  #: when it may be tried again
+    trying: bool = False
+
+
+class Breaker:
+    """Knows the models that have a fallback. One event loop at a time.
+
+    Args:
+        rest_s: first pause; doubles with every trial that fails, up to ten minutes.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, rest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rest_s, self._clock = rest_s, clock
+        self._states: dict[Hashable, _State] = {}
+
+    def open(self, place: Hashable) -> bool:
+        """Whether the model is not asked at present."""
+        return place in self._states and self._states[place].failures > 0
+
+    def enter(self, place: Hashable) -> Literal["ask", "try", "pass"]:
+        """What the next call should do: ask with all its retries, try once, or pass on to the fallback."""
+        state = self._states.setdefault(place, _State())
+        if not state.failures:
+            return "ask"
+        if state.trying or self._clock() < state.until:
+            return "pass"
+        state.trying = True
+        return "try"
+
+    def replied(self, place: Hashable) -> None:
+        """It gave a reply, or refused one prompt: it is there."""
+        state = self._states.setdefault(place, _State())
+        if state.failures:
+            log.warning("%s answers again", _place(place))
+        state.failures, state.trying = 0, False
+
+    def gave_up(self, place: Hashable, tried: bool, why: str) -> None:
+        """It gave no reply. Calls that began before another call found this out change nothing.
+
+        Args:
+            tried: by a call that `enter` had told to try.
+            why: for the log.
+        """
+        state = self._states.setdefault(place, _State())
+        if state.failures and not tried:
+            return
+        state.failures += 1
+        state.trying = False
+        pause = min(self.rest_s * 2.0 ** (state.failures - 1), _LONGEST_S)
+        state.until = self._clock() + pause
+        log.warning("%s gives no reply (%s): its fallback is asked for %.0f s", _place(place), why, pause)
+
+    def left(self, place: Hashable) -> None:
+        """A trial ended without saying anything about the model (cancelled, out of time)."""
+        if place in self._states:
+            self._states[place].trying = False
+
+
+def _place(place: Hashable) -> str:
+    return str(place[0]) if isinstance(place, tuple) else str(place)

@@ -6,9 +6,11 @@ No parameter here can carry an evaluator: a judged rubric cannot read outcomes.
 from __future__ import annotations
 
 import secrets
+import threading
+import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -20,7 +22,6 @@ from draco.core.background import BackgroundLoop
 from draco.core.distributed import barrier, gather, rank, world_size
 from draco.core.errors import JudgeError, TrainingStopped
 from draco.core.types import Criterion, Failure, Group, Judgement
-from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
 from draco.judge.ping import ping
 from draco.judge.pipeline import JudgePipeline, Overrides, ProposeCache
@@ -31,7 +32,7 @@ from draco.judge.votes import Panel
 from draco.policy.policy import Policy
 from draco.stages import RubricStage, RunContext, Taken
 
-__all__ = ["BaseRubric", "JudgedRubric", "judged_without_criteria", "read_secret"]
+__all__ = ["BaseRubric", "Busy", "JudgedRubric", "judged_without_criteria", "read_secret"]
 
 
 class BaseRubric(RubricStage):
@@ -311,3 +312,48 @@ def judged_without_criteria(group: Group, rewards: dict[int, float], failures: S
     failures.sort(key=lambda f: f.sample)
     left = replace(group, trajectories=members)
     return Judgement(left, (), (), (), tuple(rewards[t.sample] for t in members), tuple(failures), with_rates(metrics))
+
+
+class Busy:
+    """Seconds in which at least one of several jobs is under way. A job is a `with` block. Thread-safe.
+
+    Args:
+        clock: seconds; replaced in tests.
+
+    >>> hands = iter([0.0, 4.0, 10.0, 11.0, 12.0])
+    >>> busy = Busy(lambda: next(hands))
+    >>> with busy:  # 0 to 4; the inner job adds nothing
+    ...     with busy:
+    ...         pass
+    >>> with busy:  # 10 to 11
+    ...     pass
+    >>> busy.take()
+    5.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._jobs, self._since, self._seconds = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._jobs:
+                self._since = self._clock()
+            self._jobs += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._jobs -= 1
+            if not self._jobs:
+                self._seconds += self._clock() - self._since
+
+    def restart(self) -> None:
+        """Forget the time so far: until now the jobs under way only waited."""
+        with self._lock:
+            self._since, self._seconds = self._clock(), 0.0
+
+    def take(self) -> float:
+        """Seconds since the last `take`; those of jobs still under way come with a later one."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds

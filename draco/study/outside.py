@@ -23,7 +23,7 @@ import torch
 
 from draco.core.errors import ConfigError
 from draco.core.types import Criterion, Failure, Group, Judgement, Message, Step, Task, Termination, Trajectory, Verdict
-from draco.judge.rewards import dropout, rewards
+from draco.judge.verdicts import dropout, rewards
 from draco.study.tau import ENDS
 
 T = TypeVar("T")

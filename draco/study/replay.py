@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from draco.core.types import Credit, Judgement
-from draco.judge.rewards import dropout, rewards
+from draco.judge.verdicts import dropout, rewards
 from draco.stages import CreditStage
 from draco.study.judgements import read_credits
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from draco.core.types import Credit
-from draco.judge.rewards import verdict_unanimous
+from draco.judge.verdicts import verdict_unanimous
 from draco.update.gradients import Totals
 from draco.update.options import LossOptions
 

@@ -171,7 +171,11 @@ def test_a_user_trains_evaluates_reports_and_replays_in_an_empty_folder(shell: S
     [
         ("draco train steps=-1", 2, "error: steps is -1; expected an integer ≥ 0"),
         ("draco train stesp=1", 2, "error: Could not override 'stesp': no such option; did you mean steps?"),
-        ("draco evaluate /nowhere", 2, "error: run=/nowhere: no run there (config.yaml not found); pass the run folder"),
+        (
+            "draco evaluate /nowhere",
+            2,
+            "error: run=/nowhere: no run there (config.yaml not found); pass the run folder",
+        ),
         ("draco replay x y=1", 2, "error: unknown option y; options of draco replay: every, judge,"),
         ("draco nope", 2, "error: draco has no verb 'nope'; Verbs: train, evaluate,"),
     ],

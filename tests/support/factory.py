@@ -28,7 +28,7 @@ from draco.core.types import (
 )  # fmt: skip
 from draco.env.base import Episode
 from draco.judge.records import CallRecord
-from draco.judge.rewards import dropout, rewards
+from draco.judge.verdicts import dropout, rewards
 from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy
 from draco.rollout.loop import Limits

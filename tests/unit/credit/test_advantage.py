@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draco.credit.advantage import standardize
-from draco.judge.rewards import dropout, rewards, verdict_unanimous
+from draco.judge.verdicts import dropout, rewards, verdict_unanimous
 
 SCORES = torch.tensor(
     [

@@ -24,8 +24,8 @@ from draco.env.desk.evaluator import FAULTS
 from draco.env.desk.judge.reading import read_prompt
 from draco.env.desk.judge.replies import reply
 from draco.judge import local
-from draco.judge.busy import Busy
 from draco.judge.client import JudgeClient
+from draco.judge.stage import Busy
 from draco.judge.views.size import needed_context
 from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy

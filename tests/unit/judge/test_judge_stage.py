@@ -24,8 +24,7 @@ from draco.core.background import BackgroundLoop
 from draco.core.errors import ConfigError, JudgeConfigError, TrainingStopped
 from draco.core.types import Failure, Group, Judgement, Task, Termination
 from draco.env.base import Evaluator, Outcome
-from draco.judge.busy import Busy
-from draco.judge.stage import JudgedRubric
+from draco.judge.stage import Busy, JudgedRubric
 from draco.judge.transcript import read_secret
 from draco.stages import RunContext, Taken
 from draco.update.metrics import judge_speed

@@ -13,7 +13,7 @@ from callbacks.credit.step import StepLevelCredit
 from draco.core.types import Credit, Criterion, Failure, Group
 from draco.credit.advantage import standardize
 from draco.credit.redistribution import redistribute
-from draco.judge.rewards import dropout, rewards
+from draco.judge.verdicts import dropout, rewards
 from draco.policy.chat import ChatFormat
 from draco.run.archive import TABLES, read_table, read_trajectories, step_folder, step_folders, write_step
 
