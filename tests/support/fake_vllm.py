@@ -13,12 +13,21 @@ import torch
 from aiohttp import web
 from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
+from support.echo import EchoEpisode
 from torch import Tensor
 
+from draco.core.types import Task
+from draco.env.base import Episode
 from draco.policy.policy import Policy
+from draco.rollout.engines.base import Engine
 from draco.rollout.engines.vllm.launch import BASE
+from draco.rollout.loop import Limits
+from draco.rollout.rollout import Rollout, sampling_seed
 
-__all__ = ["FakeVllm"]
+__all__ = ["LIMITS", "SCRIPT", "FakeVllm", "rollouts", "run"]
+
+SCRIPT = ("<code>a</code>", "<code>b</code>", "<code>done</code>")
+LIMITS = Limits(max_turns=8, max_response_tokens=200)
 
 
 class FakeVllm:
@@ -222,3 +231,29 @@ class FakeVllm:
             else:
                 logits = self.policy.model(input_ids=row, use_cache=False).logits[0, :-1]
         return {t: (logits / t).log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1).tolist() for t in (0.5, 1.0)}
+
+
+def rollouts(
+    policy: Policy,
+    groups: int = 1,
+    size: int = 1,
+    limits: Limits = LIMITS,
+    episode: Callable[[Task], Episode] = EchoEpisode,
+) -> list[Rollout]:
+    """Rollouts of the echoing environment, in groups."""
+    tasks = [Task(f"train_{i}", f"say {i}", "train", f"s{i}") for i in range(groups)]
+    return [
+        Rollout(
+            episode(task), policy.chat, limits, task=task, sample=sample, group_index=index,
+            seed=sampling_seed(0, "t", 0, task.id, sample), policy_version=0,
+        )
+        for index, task in enumerate(tasks)
+        for sample in range(size)
+    ]  # fmt: skip
+
+
+def run(engine: Engine, policy: Policy, rows: list[Rollout], temperature: float = 1.0) -> list[Rollout]:
+    """All of them, in the order in which they end."""
+    ended = list(engine.run(policy, rows, temperature=temperature))
+    assert {id(r) for r in ended} == {id(r) for r in rows}
+    return ended
