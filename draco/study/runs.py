@@ -138,8 +138,8 @@ def open_run(path: Path) -> Run:
     if (path / "config.yaml").is_file():
         config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"), resolve=False)
         for name in ("rubric", "credit"):  # older runs kept their options one level below
-            group = config.get(name) or {}
-            config[name] = {**group, **(group.pop("stage", None) or {})}
+            group = config.setdefault(name, {})
+            group |= group.pop("stage", None) or {}
     evaluations = _evaluations(path, int(config.get("steps") or 0))
     if not config and not evaluations:
         raise ConfigError(f"{path}: expected a run folder (config.yaml) or evaluation files (*.json), found neither")

@@ -403,6 +403,17 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path)
 
 
+def test_a_run_whose_options_lie_one_level_below_is_read(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "older")
+    config = json.loads((path / "config.yaml").read_text(encoding="utf-8"))
+    flat = {name: dict(config[name]) for name in ("rubric", "credit")}
+    config |= {
+        name: {"name": group.pop("name"), "stage": group} for name, group in json.loads(json.dumps(flat)).items()
+    }
+    (path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    assert {name: open_run(path).config[name] for name in flat} == flat
+
+
 def test_variants_of_a_self_judge_are_settings_of_their_own(tmp_path: Path) -> None:
     runs = []
     for k, thinking in ((3, True), (1, False)):
