@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from omegaconf import DictConfig
 from prefix_cache import PromptTokens, prompt_tokens
 from rich.console import Console
-from rich.table import Table
 
 from draco.config.arguments import Command, end, option, passed_on
-from draco.config.compose import with_judge
+from draco.config.compose import instantiate, with_judge
 from draco.config.options import Count
 from draco.core.errors import ConfigError
+from draco.core.table import Cell, Table
 from draco.core.types import Group, Judgement
 from draco.judge.pipeline import JudgePipeline
 from draco.judge.prompts import CALLS
@@ -82,17 +83,13 @@ def groups_of(config: DictConfig, given: Options) -> list[Group]:
 
 def judged(config: DictConfig, groups: Sequence[Group], plan: str) -> tuple[list[Judgement], list[CallRecord]]:
     """Judge all groups by one plan."""
-    from draco.config.compose import instantiate
-
     records: list[CallRecord] = []
     client = instantiate(config.judge, plan=plan)
     pipeline = JudgePipeline(client, secret=b"\0" * 32, sink=records.append)
 
     async def all_of_them() -> list[Judgement]:
-        try:
+        async with aclosing(client):
             return list(await asyncio.gather(*(pipeline.judge_group(g) for g in groups)))
-        finally:
-            await client.aclose()
 
     return asyncio.run(all_of_them()), records
 
@@ -124,22 +121,20 @@ def main(arguments: list[str]) -> int:
     import litellm
 
     groups = groups_of(config, given)
-    console = Console()
     found = {plan: judged(config, groups, plan) for plan in ("paper", "lean")}
     usage = {
         plan: prompt_tokens(records, lambda text: litellm.encode(model="gpt-4o", text=text))
         for plan, (_, records) in found.items()
     }
     rollouts = sum(len(g.trajectories) for g in groups)
-    table = Table(title=f"prompt tokens, {len(groups)} groups, {rollouts} rollouts", title_justify="left")
-    for name in ("plan", "call", "calls", "tokens", "cached", "uncached"):
-        table.add_column(name, justify="left" if name in {"plan", "call"} else "right")
     totals = {plan: sum(by_call.values(), PromptTokens()) for plan, by_call in usage.items()}
+    rows: list[tuple[Cell, ...]] = []
     for plan, by_call in usage.items():
-        rows = [(call, by_call[call]) for call in CALLS if call in by_call]
-        for call, u in [*rows, ("all", totals[plan])]:
-            table.add_row(plan, call, *(f"{n:,}" for n in (u.calls, u.tokens, u.cached, u.uncached)))
-    console.print(table)
+        counted = {call: by_call[call] for call in CALLS if call in by_call} | {"all": totals[plan]}
+        rows += [(plan, call, u.calls, u.tokens, u.cached, u.uncached) for call, u in counted.items()]
+    title = f"prompt tokens, {len(groups)} groups, {rollouts} rollouts"
+    columns = ("plan", "call", "calls", "tokens", "cached", "uncached")
+    Console().print(Table("prompt_tokens", title, columns, tuple(rows), "{:,}").terminal())
     alike, total = agreement(found["paper"][0], found["lean"][0])
     if not total:
         raise ConfigError("neither plan gave a verdict: nothing was compared; judge more tasks or rollouts")

@@ -48,17 +48,10 @@ def _key(call: Mapping[str, Any]) -> str:
 
 
 def _parsed(call: Mapping[str, Any], data: Any, criteria: Sequence[Criterion] | None = None) -> list[list[Any]]:
-    """A reply to `call`, checked as in training: a list a criterion.
+    """A reply to `call`, checked as in training: a list a criterion. Without `criteria` they are those of the reply.
 
-    Args:
-        data: the reply.
-        criteria: of a score or attribute call; None takes them from the reply.
-
-    Returns:
-        [title, verdict] of a score call, [title, verdict, cited steps] of an attribute call, else [title, description].
-
-    Raises:
-        ReplyFault: the reply does not pass the check.
+    It is [title, verdict] of a score call, [title, verdict, cited steps] of an attribute call, else [title,
+    description]. A reply that does not pass the check raises ReplyFault.
     """
     phase = call["phase"]
     if phase not in ("score", "attribute"):

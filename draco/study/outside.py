@@ -218,13 +218,7 @@ def _message(given: Any, where: str) -> Message:
 
 
 def _steps(messages: Sequence[Message], turns: Sequence[int], given: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
-    """Steps, one an assistant turn.
-
-    Args:
-        messages: of the trajectory.
-        turns: positions of the assistant turns among them.
-        given: the same messages as the file has them, for the numbers of tokens.
-    """
+    """Steps, one an assistant turn (at `turns`); `given` has the numbers of tokens that the file states."""
     steps: list[Step] = []
     start = 0
     for j, (at, stop) in enumerate(pairwise([*turns, len(messages)]), start=1):

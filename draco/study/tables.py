@@ -94,14 +94,7 @@ def _table(
     runs: Sequence[Run], columns: Sequence[_Column], name: str, title: str, about: str, *, scale: float | None,
     form: str = "{:.1%}", end: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """Rows by setting.
-
-    Args:
-        about: first note.
-        scale: factor of `mean ± std`; None = means alone, and their average.
-        form: of a mean.
-        end: last notes of a table of means.
-    """
+    """Rows by setting: `mean ± std` times `scale`, or without it means in `form` and their average."""
     rows, names = _rows(runs, columns), [c.name for c in columns]
     if not rows:
         return Table(name, title, ("setting",), (), notes=("No evaluation of a trained policy is there.",))

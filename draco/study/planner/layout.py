@@ -141,14 +141,7 @@ def _speed(
 
 
 def _advice(config: DictConfig, need: UpdateMemory, offered: float, train: int, tp: int) -> list[str]:
-    """Options to change where a layout does not fit, the most effective first.
-
-    Args:
-        need: of the update.
-        offered: bytes of a GPU.
-        train: GPUs that train.
-        tp: tensor-parallel size; 0 = none fits.
-    """
+    """Options to change where a layout does not fit, the most effective first. tp = 0: no tensor-parallel size fits."""
     found = []
     missing = need.total - offered
     if not sharded(config) and train > 1 and (not tp or need.weights * (1 - 1 / train) > 0.2 * missing):

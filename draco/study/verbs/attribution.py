@@ -9,6 +9,7 @@ from statistics import mean
 
 from draco.config.arguments import Command, option, words
 from draco.config.options import Count
+from draco.core.table import Cell, Table
 
 __all__ = ["COMMAND", "main"]
 
@@ -74,7 +75,6 @@ def main(arguments: list[str]) -> None:
     """Print one table a run."""
     given = COMMAND.parse(arguments)
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     for run in given.run:
@@ -83,13 +83,12 @@ def main(arguments: list[str]) -> None:
             console.print(f"{run}: no failed rollout with a negative advantage")
             continue
         last = max(step for step, *_ in found) + 1
-        table = Table(title=str(run), title_justify="left")
-        for column in ("steps", "rollouts", "cited", "step share", "uniform", "no credit"):
-            table.add_column(column, justify="right")
+        columns = ("steps", "rollouts", "cited", "step share", "uniform", "no credit")
+        shown: list[tuple[Cell, ...]] = []
         for w in range(given.windows):
             low, high = last * w // given.windows, last * (w + 1) // given.windows
             part = [r for r in found if low <= r[0] < high]
             if part:
-                shares = (f"{mean(r[i] for r in part):.1%}" for i in (1, 2, 3, 4))
-                table.add_row(f"{low}-{high - 1}", str(len(part)), *shares)
-        console.print(table)
+                shares = (mean(r[i] for r in part) for i in (1, 2, 3, 4))
+                shown.append((f"{low}-{high - 1}", str(len(part)), *shares))
+        console.print(Table("attribution", str(run), columns, tuple(shown)).terminal())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,14 +82,7 @@ def write(out: Path, kept: Sequence[Rated], config: DictConfig, counts: str) -> 
     """The YAML and, beside it, the table."""
     from omegaconf import OmegaConf
 
-    rows = [
-        {
-            "title": r.criterion.title,
-            "description": r.criterion.description,
-            "evaluator_instruction": r.criterion.evaluator_instruction,
-        }
-        for r in kept
-    ]
+    rows = [{k: getattr(r.criterion, k) for k in ("title", "description", "evaluator_instruction")} for r in kept]
     head = f"# Authored by draco author with {config.judge.model}: {counts}. Most failed first.\n"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(head + OmegaConf.to_yaml(OmegaConf.create({"criteria": rows})), encoding="utf-8")
@@ -124,10 +118,8 @@ def main(arguments: list[str]) -> None:
     groups = sample_groups(config, given.tasks, given.samples)
 
     async def run() -> tuple[list[Rated], tuple[Criterion, ...]]:
-        try:
+        async with aclosing(client):
             return await author(pipeline, groups, console)
-        finally:
-            await client.aclose()
 
     rated, proposed = asyncio.run(run())
     kept = prune(rated, given.applicable, given.discriminative, given.most)

@@ -12,12 +12,15 @@ from draco.config.arguments import Command, option, passed_on, prices_of, words
 from draco.config.options import Count, Index, NonNegative
 from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
+from draco.core.table import Table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
 
 __all__ = ["COMMAND", "main"]
+
+_RATES = ("tgc", "sgc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ def main(arguments: list[str]) -> None:
             overall[split] = over_checkpoints(parts)
             name = (given.checkpoints or given.checkpoint or "last").replace(",", "+")
             write_json(folder / f"{split}-{name}-{size}.json", overall[split])
-            show_spread(overall[split], console)
+            show(overall[split], console)
     write_json(folder / "leaderboard.json", leaderboard(overall))
     print(f"leaderboard: {folder / 'leaderboard.json'}")
 
@@ -198,60 +201,38 @@ def _api(given: Options) -> tuple[Iterator[dict[str, Any]], Path]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One table a split and checkpoint."""
-    from rich.table import Table
-
-    who = result["checkpoint"] if result["checkpoint"] != "api" else result["agent"]
-    table = Table(title=f"{result['split']}, {result['tasks']} tasks × {result['n']} runs, {who}")
-    for name in (
-        "",
-        *(f"pass^{k}" for k in range(1, result["n"] + 1)),
-        *(f"pass@{k}" for k in range(1, result["n"] + 1)),
-    ):
-        table.add_column(name, justify="right")
-    for name in ("tgc", "sgc"):
-        values = [*result[f"{name}_pass_hat"], *result[f"{name}_pass_at"]]
-        table.add_row(name.upper(), *("–" if v is None else f"{v:.1%}" for v in values))
-    console.print(table)
-    if result["scaffold"]:
+    """One table a split and checkpoint, or its mean ± std over checkpoints."""
+    passes = {"pass^": "pass_hat"}
+    several = "checkpoints" in result
+    if several:
+        over = result["checkpoints"]
+        title = f"{result['split']}, mean ± std over {len(over)} checkpoints ({', '.join(over)})"
+    else:
+        passes["pass@"] = "pass_at"
+        who = result["checkpoint"] if result["checkpoint"] != "api" else result["agent"]
+        title = f"{result['split']}, {result['tasks']} tasks × {result['n']} runs, {who}"
+    columns = ("", *(f"{sign}{k}" for sign in passes for k in range(1, result["n"] + 1)))
+    rows = [(name.upper(), *(_cell(v) for key in passes.values() for v in result[f"{name}_{key}"])) for name in _RATES]
+    console.print(Table("success", title, columns, tuple(rows)).terminal())
+    if not several and result["scaffold"]:
         console.print(f"agent: {result['scaffold']}", highlight=False)
-    for name in ("tgc", "sgc"):
-        levels = result[f"{name}_by_difficulty"].items()
-        text = "  ".join(f"level {k}: {'–' if v is None else f'{v:.1%}'}" for k, v in levels)
-        console.print(f"{name.upper()} by difficulty  {text}", highlight=False)
-    ends = "  ".join(f"{k} {v:.1%}" for k, v in result["terminations"].items())
-    console.print(f"turns {result['turns']:.1f}   ended: {ends}", highlight=False)
-    tokens = f"tokens a rollout: {result['input_tokens']:.0f} read, {result['step_tokens']:.0f} written"
-    cost = "unknown (prices=)" if result["cost_usd"] is None else f"${result['cost_usd']:.2f}"
-    console.print(f"{tokens}   cost of one pass: {cost}", highlight=False)
-    if result["unevaluated"] or result["quarantined"]:
+    for name in _RATES:
+        levels = "  ".join(f"level {k}: {_cell(v)}" for k, v in result[f"{name}_by_difficulty"].items())
+        console.print(f"{name.upper()} by difficulty  {levels}", highlight=False)
+    ends = "  ".join(f"{k} {_cell(v)}" for k, v in result["terminations"].items())
+    console.print(f"turns {_cell(result['turns'], '{:.1f}')}   ended: {ends}", highlight=False)
+    read, written = (_cell(result[key], "{:.0f}") for key in ("input_tokens", "step_tokens"))
+    cost = _cell(result["cost_usd"], "${:.2f}", "unknown (prices=)")
+    console.print(f"tokens a rollout: {read} read, {written} written   cost of one pass: {cost}", highlight=False)
+    if not several and (result["unevaluated"] or result["quarantined"]):
         console.print(
             f"unevaluated {result['unevaluated']} (in no mean)   quarantined {result['quarantined']} (count as failed)"
         )
 
 
-def show_spread(result: dict[str, Any], console: Console) -> None:
-    """Mean ± std over checkpoints."""
-
-    def cell(value: dict[str, float | None], form: str = "{:.1%}") -> str:
-        if value["mean"] is None:
-            return "–"
-        return form.format(value["mean"]) + ("" if value["std"] is None else f" ± {form.format(value['std'])}")
-
-    from rich.table import Table
-
-    names = ", ".join(result["checkpoints"])
-    table = Table(title=f"{result['split']}, mean ± std over {len(result['checkpoints'])} checkpoints ({names})")
-    for column in ("", *(f"pass^{k}" for k in range(1, result["n"] + 1))):
-        table.add_column(column, justify="right")
-    for name in ("tgc", "sgc"):
-        table.add_row(name.upper(), *(cell(v) for v in result[f"{name}_pass_hat"]))
-    console.print(table)
-    for name in ("tgc", "sgc"):
-        levels = "  ".join(f"level {k}: {cell(v)}" for k, v in result[f"{name}_by_difficulty"].items())
-        console.print(f"{name.upper()} by difficulty  {levels}", highlight=False)
-    ends = "  ".join(f"{k} {cell(v)}" for k, v in result["terminations"].items())
-    console.print(f"turns {cell(result['turns'], '{:.1f}')}   ended: {ends}", highlight=False)
-    tokens = f"{cell(result['input_tokens'], '{:.0f}')} read, {cell(result['step_tokens'], '{:.0f}')} written"
-    cost = "unknown (prices=)" if result["cost_usd"]["mean"] is None else cell(result["cost_usd"], "${:.2f}")
-    console.print(f"tokens a rollout: {tokens}   cost of one pass: {cost}", highlight=False)
+def _cell(value: float | dict[str, float | None] | None, form: str = "{:.1%}", unknown: str = "–") -> str:
+    """A number, or its mean ± std over checkpoints."""
+    mean, std = (value["mean"], value["std"]) if isinstance(value, dict) else (value, None)
+    if mean is None:
+        return unknown
+    return form.format(mean) + ("" if std is None else f" ± {form.format(std)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -149,10 +150,9 @@ def show(run: Path, outside: Outside) -> None:
     numbers = archive_numbers(run)
     judged = sum(n.members for n in numbers)
     total = sum(len(g.trajectories) for g in outside.groups)
-    reasons: dict[str, int] = {}
+    reasons = Counter[str]()
     for n in numbers:
-        for reason, count in n.reasons.items():
-            reasons[reason] = reasons.get(reason, 0) + count
+        reasons.update(n.reasons)
     write_page(opened, numbers)
     print(f"{outside.form}: {total} trajectories in {len(outside.groups)} groups; {judged} judged, "
           f"{total - judged} not (in the archive's table of failures, with reasons)")  # fmt: skip

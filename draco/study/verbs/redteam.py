@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,12 +96,10 @@ async def _ask_all(
     async def ask(attack: Attack | None, channel: str = "") -> Scores:
         return _scores(await pipeline.judge_group(planted_group(attack, channel), criteria()))
 
-    try:
+    async with aclosing(client):
         channels = sorted({a.channel for a in chosen}, key=CHANNELS.index)
         control = {c: list(await asyncio.gather(*(ask(None, c) for _ in range(controls)))) for c in channels}
         return list(await asyncio.gather(*(ask(a) for a in chosen))), control
-    finally:
-        await client.aclose()
 
 
 def _scores(judgement: Judgement) -> Scores:

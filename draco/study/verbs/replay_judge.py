@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from draco.config.arguments import option, passed_on, words
 from draco.config.options import Count, Index, Positive
 from draco.core.errors import ConfigError
+from draco.core.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from draco.judge.client import JudgeClient
     from draco.study.runs import Run
 
 __all__ = ["Options", "replay_judge", "show"]
@@ -48,7 +48,7 @@ def replay_judge(given: Options) -> None:
     from draco.config.compose import instantiate, judge_config
     from draco.core.files import write_json
     from draco.study.judge_replay import load_results, replay_calls, summarise_replay
-    from draco.study.matching import load_matches
+    from draco.study.matching import load_matches, match_criteria
     from draco.study.runs import open_run
 
     run = open_run(given.run[0])
@@ -59,10 +59,8 @@ def replay_judge(given: Options) -> None:
     folder = run.path / "judge_replay" / _named(client.model)
 
     async def send() -> dict[str, int]:
-        try:
+        async with aclosing(client):
             return await replay_calls(calls, client, folder / "calls.jsonl", max_usd=given.max_usd)
-        finally:
-            await client.aclose()
 
     counts = asyncio.run(send())
     results = load_results(folder / "calls.jsonl")
@@ -71,7 +69,12 @@ def replay_judge(given: Options) -> None:
     matches: dict[str, int] = {}
     if matcher is not None:
         file = folder / f"matches-{_named(matcher.model)}.jsonl"
-        matched = asyncio.run(_match(results.values(), matcher, file))
+
+        async def match() -> dict[str, int]:
+            async with aclosing(matcher):
+                return await match_criteria(results.values(), matcher, file)
+
+        matched = asyncio.run(match())
         matches = load_matches(file)
         print(f"matcher: asked {matched['asked']}, kept {matched['kept']}, failed {matched['failed']} (in no rate)")
     summary = summarise_replay(results.values(), client.model, given.window, matches)
@@ -112,15 +115,6 @@ def _named(model: str) -> str:
     return re.sub(r"[^\w.-]+", "_", model)
 
 
-async def _match(results: Iterable[Mapping[str, Any]], matcher: JudgeClient, file: Path) -> dict[str, int]:
-    from draco.study.matching import match_criteria
-
-    try:
-        return await match_criteria(results, matcher, file)
-    finally:
-        await matcher.aclose()
-
-
 #: tables that are printed: title, and heading by figure
 _VERDICTS = {
     "calls": "calls", "pairs": "pairs", "agreement": "agree", "all_pass_baseline": "all pass",
@@ -134,20 +128,14 @@ _SETS = {
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """A row a window: verdicts, then criteria and cited steps, each where it was asked for."""
-    from rich import box
-    from rich.table import Table
-
     rows = [*summary["windows"], {"first_step": None, **summary["all"]}]
     for what, headings in (("verdicts", _VERDICTS), ("criteria and steps", _SETS)):
         names = [k for k in headings if any(row[k] is not None for row in rows)]
         if set(names) <= {"calls", "pairs"}:
             continue
         title = f"{summary['judge']} against {summary['reference']}: {what}"
-        table = Table(title=title, box=box.SIMPLE, padding=(0, 0, 0, 1))
-        for heading in ("step", *(headings[k] for k in names)):
-            table.add_column(heading, justify="right")
-        for row in rows:
-            label = "all" if row["first_step"] is None else f"{row['first_step'] + 1}–"
-            cells = (row[k] for k in names)
-            table.add_row(label, *("–" if v is None else f"{v:.3f}" if isinstance(v, float) else str(v) for v in cells))
-        console.print(table)
+        columns = ("step", *(headings[k] for k in names))
+        labels = ("all" if row["first_step"] is None else f"{row['first_step'] + 1}–" for row in rows)
+        cells = tuple((label, *(row[k] for k in names)) for label, row in zip(labels, rows, strict=True))
+        counts = {"calls": "{}", "pairs": "{}"}
+        console.print(Table("replay", title, columns, cells, "{:.3f}", forms=counts).terminal())

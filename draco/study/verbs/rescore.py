@@ -81,8 +81,7 @@ def rescore(path: Path, given: Options) -> None:
     stage.open(RunContext(caveats=tuple(caveats), secret=secret, needs_citations=False))
     out = path / "rescored" / Path(criteria).stem
     claim(out, made_of(stage.static_criteria, judge))
-    calls, cost = 0, 0.0
-    unpriced = False
+    costs: list[float | None] = []
     try:
         for step in run.steps[:: given.every]:
             if step_folder(out, step).is_dir():
@@ -90,13 +89,11 @@ def rescore(path: Path, given: Options) -> None:
             credits = list(rule.assign(stage.judge(read_groups(path, step))))
             records = stage.take().calls
             write_step(out, step, [], credits, records)
-            calls += len(records)
-            cost += sum(r.cost_usd or 0.0 for r in records)
-            unpriced |= any(r.cost_usd is None for r in records)
+            costs += [r.cost_usd for r in records]
     finally:
         stage.close()
-    bill = "at least " if unpriced else ""
-    print(f"{out}: {calls} calls, {bill}${cost:.2f}")
+    least = "at least " if None in costs else ""
+    print(f"{out}: {len(costs)} calls, {least}${sum(c or 0.0 for c in costs):.2f}")
 
 
 def made_of(criteria: Sequence[Criterion], judge: DictConfig) -> dict[str, Any]:
