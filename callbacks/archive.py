@@ -1,4 +1,4 @@
-"""Writes every training step's tables (see `draco.run.archive`). A restart rewrites the steps after its checkpoint."""
+"""Writes the archive of every training step (`draco.run.archive`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ArchiveWriter"]
 
 
 class ArchiveWriter(Callback):
-    """One folder a step.
+    """Writes one folder for each step; a resumed run writes the steps after its checkpoint again.
 
     Args:
         run: run folder.
@@ -28,6 +28,6 @@ class ArchiveWriter(Callback):
         assert isinstance(pl_module, GRPOModule)
         record = pl_module.record
         assert record is not None
-        if not trainer.is_global_zero:  # its record holds every rank's
+        if not trainer.is_global_zero:  # its record has those of all ranks
             return
         write_step(self.run, record.step, record.groups, record.credits, record.calls)

@@ -1,4 +1,4 @@
-"""Keeps the evaluations during training (`eval.every`): one file each, and the figures in every log."""
+"""Writes the evaluations during training (`eval.every`) to files and loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds speed and memory figures to every step's metrics, and warns about what quietly ruins runs."""
+"""Adds speed and memory to the metrics of every step, and warns when engine and trainer disagree."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger("draco")
 
 
 class Health(Callback):
-    """Watches one process.
+    """Measures this process.
 
     Args:
-        mismatch_warn: mean |Δ log-prob| between engine and trainer above which a warning is logged once.
+        mismatch_warn: mean |Δ log-prob| between engine and trainer above which one warning is logged.
     """
 
     def __init__(self, mismatch_warn: float = 0.05) -> None:
@@ -53,7 +53,7 @@ class Health(Callback):
         }
         if torch.cuda.is_available():
             metrics["health/peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        mismatch = metrics.get("engine/mismatch_abs", 0.0)  # not of a batch that older weights sampled
+        mismatch = metrics.get("engine/mismatch_abs", 0.0)  # absent if older weights sampled the batch
         if mismatch > self.mismatch_warn and not self._warned:
             self._warned = True
             log.warning(

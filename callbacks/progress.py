@@ -1,4 +1,4 @@
-"""One line a step in the terminal, and a live line for what is under way."""
+"""Progress in the terminal: a live bar, or a line every few steps in a log file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["StepProgress"]
 
 
 class StepProgress(Callback):
-    """A rich progress bar over batches, with the figures a person watches.
+    """A progress bar over batches with the main metrics.
 
     Args:
-        every: print a permanent line each so many steps when the output is no terminal (a log file).
+        every: steps between lines, if the output is not a terminal.
     """
 
     def __init__(self, every: int = 10) -> None:
@@ -66,7 +66,7 @@ class StepProgress(Callback):
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """The figures of one step in one line; those that a setting does not have are left out."""
+    """The main metrics of a step in one line, as far as the setting has them."""
     parts = [
         ("reward", "reward/mean", "{:+.2f}"),
         ("rubric pass", "rubric/pass_rate", "{:.0%}"),

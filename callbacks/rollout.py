@@ -1,10 +1,10 @@
-"""Rollouts: G episodes a task, sampled by an engine.
+"""Rollouts: G episodes of every task, sampled by an engine.
 
-Every trajectory draws from its own generator, keyed by (seed, purpose, step, task, sample), so results do not depend on
-batch layout or arrival order, and a restart needs to keep nothing.
+Every trajectory has its own random generator, keyed by (seed, purpose, step, task, sample). So results do not depend on
+the layout of a batch or on the order of arrival, and a checkpoint need not save any state.
 
-With `engine.staleness=1` the next batch starts before this one is judged and trained: it is sampled with the weights of
-now. The first batch of a run, and the first after a restart, is sampled with the weights that it updates.
+With `engine.staleness=1` the next batch starts before the current one is judged and trained, with the current weights.
+The first batch of a run, and the first after a resume, is sampled with the weights that it then updates.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["AgentRollout"]
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """A batch whose episodes are open and on their way."""
+    """A batch whose rollouts have started."""
 
     batch: TaskBatch
-    finished: dict[int, list[Trajectory]]  #: by task
+    finished: dict[int, list[Trajectory]]  #: by index of the task
     rollouts: list[Rollout]
     ended: Iterator[Rollout]
     since: float  #: monotonic clock
@@ -41,9 +41,9 @@ class AgentRollout(RolloutStage):
     """Opens the episodes of a batch and lets the engine drive them.
 
     Args:
-        environment: where episodes come from. No evaluator enters here.
-        engine: what samples.
-        limits: budgets of one rollout.
+        environment: opens the episodes; the stage never gets the evaluator.
+        engine: samples.
+        limits: of one rollout.
         seed: run seed.
         step_kind: what a step is: `turn`, `code_block` or `tool_call`.
     """
@@ -64,8 +64,8 @@ class AgentRollout(RolloutStage):
         self.max_mismatch, self.rests = engine.max_mismatch, engine.rests
         self._context = RunContext()
         self._groups: list[Group] = []
-        self._seconds = 0.0  #: waited for rollouts
-        self._rolling = 0.0  #: from the start of the batch to its last end
+        self._seconds = 0.0  #: seconds of waiting for rollouts
+        self._rolling = 0.0  #: seconds from the start of the batch to the end of its last rollout
         self._ahead: _Started | None = None
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class AgentRollout(RolloutStage):
         self._context = context
 
     def check(self) -> None:
-        """Open one episode, and look for what the engine needs."""
+        """Check the environment and the engine."""
         self.environment.check()
         self.engine.check()
 
@@ -103,10 +103,10 @@ class AgentRollout(RolloutStage):
         yield from groups
 
     def _finish(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
-        """The groups of a batch as they are complete. It may have been started during the batch before."""
+        """The groups of a batch as they become complete. The batch may have been started earlier."""
         started = time.perf_counter()
         ahead = self._ahead if self._ahead is not None and self._ahead.batch == batch else None
-        if ahead is not None:  # an evaluation that comes between leaves it on its way
+        if ahead is not None:  # an evaluation in between is another batch
             self._ahead = None
         running = ahead or self._start(policy, batch, self.engine.run)
         finished = running.finished
@@ -138,11 +138,11 @@ class AgentRollout(RolloutStage):
         return _Started(batch, finished, rollouts, ended, time.monotonic())
 
     def _episode(self, policy: Policy, batch: TaskBatch, task: Task, index: int, sample: int) -> Rollout | Trajectory:
-        """A running rollout, or a quarantined trajectory if the environment could not open the task."""
+        """A rollout, or a quarantined trajectory if the environment could not open the task."""
         seed = sampling_seed(self.seed, batch.purpose, batch.step, task.id, sample)
         try:
             episode = self.environment.open(task, seed=seed)
-        except Exception as error:  # a fault of the environment ends this episode, not the run
+        except Exception as error:  # a fault of the environment does not end the run
             return Trajectory(
                 task, sample, (), (), (), (), (), Termination.ENVIRONMENT_ERROR, 0, policy.version, seed,
                 error=f"open: {type(error).__name__}: {error}",

@@ -1,4 +1,4 @@
-"""The LightningModule: it owns the LoRA policy and the GRPO step."""
+"""The LightningModule: the LoRA policy and the GRPO step."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class StepRecord:
 
 
 class GRPOModule(LightningModule):
-    """GRPO with stages plugged in as callbacks; manual optimisation.
+    """GRPO with three stages; manual optimisation.
 
     Args:
-        policy: builds the policy (weights load in `configure_model`, so that bad configurations fail before).
+        policy: builds the policy. Weights load in `configure_model`, after the configuration was checked.
         stages: rollout, rubric and credit; they are among the trainer's callbacks, too.
-        optimizer: takes the trainable parameters.
+        optimizer: builds the optimizer of the trainable parameters.
         loss, update: see `LossOptions` and `UpdateOptions`.
-        temperature: at which rollouts were sampled and log-probs are taken.
-        evaluator: reads end states in validation. Nothing on the training path touches it.
-        gather_for_rollouts: of a sharded policy: the engine samples in this process and needs the whole model.
+        temperature: of sampling, and of the log-probs in the update.
+        evaluator: evaluates end states in validation; training never uses it.
+        gather_for_rollouts: gather a sharded policy during rollouts, because the engine samples in this process.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class GRPOModule(LightningModule):
         self.loss_options, self.update_options = loss or LossOptions(), update or UpdateOptions()
         self.temperature, self.evaluator = temperature, evaluator
         self.gather_for_rollouts = gather_for_rollouts
-        self.batches_done = 0  #: our batch counter: the x axis of every log
+        self.batches_done = 0  #: number of batches done: the step of every log
         self.bad_steps = 0  #: non-finite steps in a row
-        self.lr = 0.0  #: of the last optimizer step
-        self.mismatched = False  #: engine and trainer disagree on this batch: it makes no further update
-        #: archive and metrics of the last batch are written: weights, optimizer and counters may be saved
+        self.lr = 0.0  #: learning rate of the last optimizer step
+        self.mismatched = False  #: engine and trainer disagree on log-probs: no further update is made
+        #: archive and metrics of the last batch are written, so a checkpoint may be saved
         self.recorded = True
         self._loaded = False
         self.record: StepRecord | None = None
         self.validation_records: list[EvalRecord] = []
         self.policy: Policy
-        self.packed = False  #: the policy's attention keeps packed trajectories apart
+        self.packed = False  #: several trajectories are packed into a row; attention separates them
 
     # --- life cycle -------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Load the base model once; Lightning calls this for every fit and validate.
 
-        A sharded policy is built without weights at first; each rank gets its part of them when Lightning calls.
+        A sharded policy is first built without weights; each rank loads its shard when Lightning calls.
         """
         new = not self._loaded
         if new:
@@ -115,11 +115,11 @@ class GRPOModule(LightningModule):
             self.policy.train()
 
     def setup(self, stage: str) -> None:
-        """Refuse strategies that would sum gradients differently."""
+        """Refuse strategies that would sum gradients in another way."""
         strategy = self.trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy):
             raise ConfigError(
-                f"trainer.strategy is {type(strategy).__name__}; the update sums gradients by itself and knows one "
+                f"trainer.strategy is {type(strategy).__name__}; the update sums gradients itself and supports one "
                 "device, ddp (trainer=ddp) and FSDP2 (trainer=fsdp)"
             )
 
@@ -135,7 +135,7 @@ class GRPOModule(LightningModule):
         return batch.shard(self.global_rank, self.trainer.world_size)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Batches are frozen objects without tensors; Lightning's recursive transfer would try to rebuild them."""
+        """Batches have no tensors; Lightning would try to rebuild the frozen objects."""
         return batch
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -148,26 +148,26 @@ class GRPOModule(LightningModule):
         self.update(credited)
 
     def _sampling(self) -> AbstractContextManager[None]:
-        """Around rollouts: an engine in this process needs the whole model while it samples."""
+        """The whole model is gathered within, if the engine needs it for sampling."""
         return gathered(self.policy.model) if self.gather_for_rollouts else nullcontext()
 
     def next_batch(self, batch: TaskBatch) -> TaskBatch:
-        """This rank's part of the batch after `batch`; after the last one it has no tasks."""
+        """This rank's part of the batch after `batch`; it has no tasks after the last batch."""
         if self.trainer.is_last_batch:
             return replace(batch, step=batch.step + 1, tasks=())
         loader: Any = self.trainer.train_dataloader
         return self.on_before_batch_transfer(loader.batch(batch.step + 1), 0)
 
     def update(self, credited: Iterable[Credit]) -> None:
-        """Accumulate gradients as sums over step tokens, divide once by the batch's token count, step once.
+        """Sum gradients over step tokens, divide by the number of tokens of the batch, and make one optimizer step.
 
-        The denominator holds every step token of every judged trajectory of all ranks: quarantined trajectories are in
-        no sum, groups without signal only where `loss.zero_signal` keeps them. With `update.updates_per_batch` the
-        batch is cut into shares by group, and each is such a sum, division and step of its own.
+        All step tokens of all judged trajectories of all ranks count. Quarantined trajectories do not, and groups
+        without signal only with `loss.zero_signal=keep`. With `update.updates_per_batch` the batch is split by groups
+        into as many parts, and each part makes its own optimizer step.
         """
         assert self.record is not None
         if is_sharded(self.policy.model) or self.rollout.rests:
-            with self._sampling():  # ranks roll out at their own pace, and all rollouts end before the update begins
+            with self._sampling():  # all rollouts of this rank end before the update begins
                 credited = list(credited)
             self.rollout.rest()
         worker, batch, stepping = self._worker(), Totals(), 0.0
@@ -198,7 +198,7 @@ class GRPOModule(LightningModule):
         )
 
     def _shares(self, worker: Worker, credited: Iterable[Credit]) -> Iterator[Iterable[list[Row]]]:
-        """Lists of rows, share by share: one share in the order of `update.order`, or several of whole groups."""
+        """Rows of each optimizer step: all rows in the order of `update.order`, or parts of the batch by groups."""
         shares = self.update_options.updates_per_batch
         if shares == 1:
             yield self._row_lists(credited)
@@ -211,9 +211,9 @@ class GRPOModule(LightningModule):
             yield [share]
 
     def _row_lists(self, credited: Iterable[Credit]) -> Iterator[list[Row]]:
-        """All rows at once in batch order, or each group's rows as it arrives.
+        """All rows at once in batch order, or the rows of each group as it arrives (`update.order`).
 
-        The ranks of a sharded run first agree on the number of micro-batches: there it is all at once.
+        A sharded run takes all rows at once, because its ranks must first agree on the number of micro-batches.
         """
         assert self.record is not None
         if self.update_options.order == "arrival" and not is_sharded(self.policy.model):
@@ -234,30 +234,33 @@ class GRPOModule(LightningModule):
         return list(rows_of(credit, self.loss_options))
 
     def _backward(self, loss: Tensor) -> None:
-        """Adds to the local gradient. DDP must not average it: ranks are summed once, in `_optimizer_step`."""
-        if world_size() == 1 or is_sharded(self.policy.model):  # sharded: the backward pass sums by itself
+        """Add to the local gradient. DDP must not average it: `_optimizer_step` sums over ranks once."""
+        if world_size() == 1 or is_sharded(self.policy.model):  # sharded: the backward pass sums over ranks
             self.manual_backward(loss)
             return
         with self.trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
             self.manual_backward(loss)
 
     def _optimizer_step(self, part: Totals) -> float:
-        """Sum over ranks, divide, clip, step. Returns the gradient norm before clipping; NaN-safe.
+        """Sum over ranks, divide, clip, and make a step, unless loss or gradients are not finite.
 
-        Every rank decides alike, from the same sums: without a token in the denominator no rank makes a step.
+        Every rank has the same sums and so decides alike. Without any token no rank makes a step.
+
+        Returns:
+            the gradient norm before clipping.
         """
         self.recorded = False
-        hold()  # signals wait until `on_train_batch_end`: weights and their records stay together
+        hold()  # until `on_train_batch_end`: weights and their records must match
         optimizer = self.optimizers()
         parameters = self.trainable()
         norm = 0.0
-        with uninterrupted():  # weights and version move together or not at all
+        with uninterrupted():  # weights and version must match
             names = ("tokens", "trajectories", "loss", "mismatch_abs")
             summed = is_sharded(self.policy.model)
             sums = all_reduce_sum([] if summed else parameters, [part.sums[n] for n in names])
             tokens, trajectories, loss, mismatch = sums
-            bar = self.rollout.max_mismatch
-            self.mismatched |= bar is not None and mismatch > bar * tokens
+            limit = self.rollout.max_mismatch
+            self.mismatched |= limit is not None and mismatch > limit * tokens
             if tokens and not self.mismatched:
                 denominator = self.loss_options.denominator(tokens, trajectories)
                 for parameter in parameters:
@@ -275,14 +278,14 @@ class GRPOModule(LightningModule):
         return norm
 
     def _set_learning_rate(self, groups: list[dict[str, Any]]) -> None:
-        """A function of the batch counter alone: nothing of it needs to be saved."""
+        """It depends only on the batch counter, so a checkpoint need not save it."""
         factor = self.update_options.lr_factor(self.batches_done)
         for group in groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         self.lr = groups[0]["lr"]
 
     def _complete_record(self, totals: Totals, grad_norm: float, times: dict[str, float]) -> None:
-        """Fill the record with what every rank has; rank 0 writes it."""
+        """Collect the records and metrics of all ranks in the record, which rank 0 writes."""
         assert self.record is not None
         taken = [stage.take() for stage in self.stages]
         stages = {name: value for t in taken for name, value in t.metrics.items()} | times
@@ -311,9 +314,9 @@ class GRPOModule(LightningModule):
         }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log with our own counter: Lightning's global_step counts optimizer steps, which a batch may not have.
+        """Log with our own counter: Lightning's global_step counts optimizer steps, and a batch may make none.
 
-        Every callback has had its turn by now, the archive writer too: the step is complete.
+        Lightning calls this after the callbacks, so the archive of the step is written by now.
 
         Raises:
             TrainingStopped: `update.max_bad_steps` non-finite steps in a row.
@@ -335,7 +338,7 @@ class GRPOModule(LightningModule):
         release()
 
     def log_at(self, step: int, metrics: dict[str, float]) -> None:
-        """Send metrics to every logger with an explicit x, from rank 0."""
+        """Send metrics to every logger with our own step, from rank 0."""
         if self.global_rank:
             return
         for logger in self.loggers:
@@ -347,14 +350,14 @@ class GRPOModule(LightningModule):
         self.validation_records = []
 
     def validation_step(self, batch: TaskBatch, batch_idx: int) -> None:
-        """Roll out held-out tasks and let the environment's evaluator read the end states."""
+        """Roll out held-out tasks; the environment's evaluator evaluates the end states."""
         with self._sampling():
             groups = list(self.rollout.generate(self.policy, batch))
         self.validation_records += evaluate_groups(groups, self.evaluator)
         self.rollout.take()
 
     def on_validation_epoch_end(self) -> None:
-        """Every rank holds the records of all, in the order of one process: tasks are dealt out in turn."""
+        """Every rank gets the records of all ranks, in the order of a run of one process."""
         parts = gather(self.validation_records)
         if len(parts) > 1:
             by_task = [[list(g) for _, g in groupby(part, key=lambda r: r.task_id)] for part in parts]

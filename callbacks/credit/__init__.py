@@ -1,1 +1,5 @@
-"""Credit strategies: one advantage a trajectory → one advantage a step."""
+"""Credit stages: from one advantage per trajectory to one per step.
+
+step.py      by the steps that verdicts cite (DRACO)
+uniform.py   the same for every step (GRPO)
+"""

@@ -3,9 +3,9 @@
     Q_j = passes / (passes + fails) citing step j        w_j = Q_j if A_i ≥ 0 else 1 − Q_j        Eq. 4, 5
     a_j = A_i · N · w_j / (n_j · Σ_k w_k)                                                          Eq. 6
 
-Why: in a long episode a few steps decide; the trajectory's total Σ n_j a_j = A_i·N stays what GRPO gives. A verdict
-that the attribution call overrode cites steps for another verdict and counts in no Q (`attribution_overrides: ignore`;
-with `apply` the rubric stage has replaced the score and no override is left). Nothing to keep over a restart.
+Why: in a long episode a few steps decide. The total of a trajectory, Σ n_j a_j = A_i·N, stays that of GRPO. If the
+attribution call overrode a verdict, its cited steps belong to the other verdict, so they count in no Q (with
+`attribution_overrides=ignore`; with `apply` the score was replaced). A checkpoint need not save any state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepLevelCredit(GroupCredit):
     """Closed-form redistribution.
 
     Args:
-        unanimous: what equal positive weights mean (method §4): `equal_totals` (the formula) or `uniform`.
+        unanimous: credit where all weights are equal and positive (method §4): `equal_totals` (the formula) or `uniform`.
         options: of `GroupCredit`.
     """
 

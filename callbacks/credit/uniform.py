@@ -1,9 +1,9 @@
-"""Uniform credit: every step token of trajectory i carries A_i (plain GRPO).
+"""Uniform credit: every step token of trajectory i gets A_i (plain GRPO).
 
     A_i = (R_i − mean R) / (std R + ε)        Eq. 1, over the members left in the group
 
-Why: the reference that step credit is measured against. No citations are needed, so the rubric stage skips the
-attribution calls. Nothing to keep over a restart.
+Why: the baseline for step credit. It needs no citations, so the rubric stage makes no attribution calls. A checkpoint
+need not save any state.
 """
 
 from __future__ import annotations

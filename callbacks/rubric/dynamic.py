@@ -3,10 +3,10 @@
     propose(task) ∪ propose(rollout 1) ∪ … ∪ propose(rollout G) → merge → score → dropout
     R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive
 
-Why: a fixed set is soon passed by every rollout and then tells none from another; criteria that are made from the
-current policy's shortcomings keep failing somebody, and so keep giving a signal.
+Why: soon every rollout passes a fixed set, which then no longer tells them apart. Criteria written from the
+shortcomings of the current policy keep failing some rollouts, and so keep giving a signal.
 
-A restart keeps the proposals that `propose_cache="run"` reuses. With `propose_cache="group"` there is nothing to keep.
+Checkpoints save the proposals that `propose_cache=run` reuses; with `propose_cache=group` there is no state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DynamicRubric"]
 
 
 class DynamicRubric(JudgedRubric):
-    """Has a set proposed for every group."""
+    """Criteria are proposed for every group."""
 
     def criteria(self, group: Group) -> None:
         """No fixed set."""

@@ -1,12 +1,11 @@
-"""Outcome reference: the reward is the environment's own success, no judge (DRACO, Section 4).
+"""Outcome rewards: the environment's own success, without a judge (DRACO, Section 4).
 
     R_i = 1 if the end state passes the environment's check, else 0
 
-Why: the reference with a verifier, which the outcome-blind settings do without. The evaluator comes in through the
-constructor by name, here and in no judged rubric.
+Why: the comparison with a verifier, which the other settings do without. Only this rubric gets the evaluator.
 
-An evaluator that fails says nothing about the agent: its trajectory leaves the group and is counted, never scored 0.
-Gives no citations, so that step credit falls back to uniform credit. A restart keeps nothing.
+If the evaluator fails, the trajectory leaves the group and is counted as failed; it is never scored 0. There are no
+citations, so step credit falls back to uniform credit. A checkpoint need not save any state.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class OutcomeRubric(BaseRubric):
 
         Args:
             evaluator: of the environment.
-            max_failed_share: more rollouts without a result than this share of a batch stop the run.
+            max_failed_share: the run stops if a larger share of a batch's rollouts has no result.
 
         Raises:
-            ConfigError: the environment has no evaluator, or the share is none.
+            ConfigError: the environment has no evaluator, or an option is out of range.
         """
         super().__init__()
         if evaluator is None:
@@ -44,7 +43,7 @@ class OutcomeRubric(BaseRubric):
         self.evaluator, self.max_failed_share = evaluator, max_failed_share
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
-        """Yield one judgement with K = 0 a group, in the order of arrival, after all rollouts have ended.
+        """Yield one judgement with K = 0 for each group, in order of arrival, after all rollouts have ended.
 
         Raises:
             TrainingStopped: too many rollouts have no outcome.
@@ -57,7 +56,7 @@ class OutcomeRubric(BaseRubric):
             for t in group.live().trajectories:
                 try:
                     outcome = self.evaluator.evaluate(group.task, t.end_state)
-                except Exception as error:  # whatever an environment's evaluator raises is no verdict on the agent
+                except Exception as error:  # an environment's evaluator may raise anything
                     failures.append(Failure(t.sample, "evaluate", f"{type(error).__name__}: {error}"))
                     continue
                 if outcome.success is None:

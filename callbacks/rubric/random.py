@@ -1,10 +1,10 @@
-"""Random reference: the reward is a coin toss, no judge (DRACO, Section 4).
+"""Random rewards: a coin toss, without a judge (DRACO, Section 4).
 
     R_i = ±1 with probability 1/2 each, keyed by (seed, step, task, sample)
 
-Why: the floor. Whatever a setting gains over it comes from its reward and not from the update rule alone.
+Why: the lower bound. What a setting gains over it comes from its reward and not from the update rule alone.
 
-Gives no citations. A restart keeps nothing and needs nothing: the same key gives the same toss.
+There are no citations. A checkpoint need not save any state: the same key gives the same toss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def toss(seed: int, step: int, task_id: str, sample: int) -> float:
 
 
 class RandomRubric(BaseRubric):
-    """Rewards nothing in particular."""
+    """Rewards at random."""
 
     gives_citations = False
 
@@ -34,7 +34,7 @@ class RandomRubric(BaseRubric):
         self.seed = seed
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
-        """Yield one judgement with K = 0 a group, in the order of arrival, after all rollouts have ended."""
+        """Yield one judgement with K = 0 for each group, in order of arrival, after all rollouts have ended."""
         for group in list(groups):
             live = group.live().trajectories
             rewards = {t.sample: toss(self.seed, group.step, group.task.id, t.sample) for t in live}

@@ -1,16 +1,15 @@
-"""Self-judge: the policy, with its current adapter, makes all five calls itself (DRACO, Section 3).
+"""Self-judge: the policy with its current adapter is the judge of its own rollouts (DRACO, Section 3).
 
     v_k = +1 if all k scoring calls say +1; −1 if any says −1; else 0          k = 3, thinking on
     R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive
 
-Why: no second model, no bill. Asking three times and passing on unanimity alone makes up for the leniency of a judge
-that grades its own work. The first scoring call's justification goes on to attribution. Ablated variant: k=1, no
-thinking.
+Why: no second model and no bill. A judge of its own work is lenient; scoring three times, where a criterion passes only
+if all three pass it, makes up for that. The attribution call sees the justification of the first scoring call. Ablated
+variant: k=1, thinking off.
 
-Where it runs: at `api_base` under the name `model` (`{version}` in it stands for the policy's version) if they are set,
-else on the endpoint of a rollout engine that has one (`Engine.judge_endpoint`, asked anew for every batch), else in
-process, on the trainer's thread, after the batch's rollouts have ended. The cheap call before a run is left out where
-nothing can answer it before the weights load. A restart keeps what every judged rubric keeps.
+Where calls are answered: at `api_base` by the model `model` (`{version}` in it is the policy's version) if they are
+set; else by the rollout engine's endpoint (`Engine.judge_endpoint`, looked up for every batch) if it has one; else in
+process, on the trainer's thread, after the rollouts of the batch. Checkpoints save what every judged rubric saves.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["SelfJudgeRubric"]
 
 _TOO_SMALL = "draco.policy.tiny"
-_UNHURRIED_S = 86_400.0  #: in process a call waits for its whole batch
+_UNHURRIED_S = 86_400.0  #: time-out of a call in process, which waits for its batch
 
 
 @checked("rubric")
 class SelfJudgeRubric(JudgedRubric):
-    """Has a set proposed for every group, by the policy."""
+    """Criteria are proposed for every group, and judged, by the policy."""
 
     asks_policy = True
 
@@ -68,15 +67,15 @@ class SelfJudgeRubric(JudgedRubric):
         """Set up the stage.
 
         Args:
-            judge: the transport; its model is set for every batch.
-            policy: path of the policy, to refuse what cannot judge.
-            k: scoring calls on each trajectory; a criterion passes only if all pass it.
-            thinking: reason before the reply, where the policy's chat template knows `enable_thinking`.
-            temperature: of in-process replies; an endpoint gets the client's.
+            judge: makes the calls; its model is set for every batch.
+            policy: path of the policy; some policies cannot judge.
+            k: scoring calls for each trajectory; a criterion passes only if all of them pass it.
+            thinking: reason before the reply, if the policy's chat template has `enable_thinking`.
+            temperature: of replies in process; an endpoint gets the temperature of `judge`.
             max_reply_tokens: limit of one reply, reasoning included.
-            context: tokens of prompt and reply that the policy is served with; None: what the model was made for.
-            api_base, model: an OpenAI-compatible server that holds the current adapter, and its name there.
-            group_size, max_prompt_tokens, max_response_tokens, max_turns: of the run, to see beforehand what fits.
+            context: longest prompt and reply, in tokens, that the policy is served with; None: the model's maximum.
+            api_base, model: an OpenAI-compatible server with the current adapter, and its name there.
+            group_size, max_prompt_tokens, max_response_tokens, max_turns: of the run, to check the size of calls.
             seed: of the run.
             options: see `JudgedRubric`.
 
@@ -109,10 +108,10 @@ class SelfJudgeRubric(JudgedRubric):
         self._engine = context.engine
 
     def ready(self, policy: Policy) -> None:
-        """See that the largest calls fit. Runs after the engine has started and before the first rollout.
+        """Check that the largest calls fit. Called after the engine has started and before the first rollout.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: they do not fit.
         """
         super().ready(policy)
         assert self._engine is not None, "rubric=self_judge needs the engine of an open run"
@@ -134,27 +133,27 @@ class SelfJudgeRubric(JudgedRubric):
             )
 
     def ping(self) -> CallRecord | None:
-        """One cheap call to the endpoint; None where there is nothing to ask: before the policy is loaded unless its
-        endpoint has a name that does not change, and in process always.
+        """One cheap call to the endpoint. None without one: in process, and, before the policy is loaded, unless the name
+        of the model is fixed.
 
         Raises:
-            JudgeConfigError: the endpoint is there and does not work.
+            JudgeConfigError: the endpoint does not work.
         """
         if self.api_base and self.model and (self._policy is not None or "{version}" not in self.model):
             self.pipeline.endpoint = self._endpoint_at(self.api_base, self._name(), "")
             return super().ping()
-        if self._ready and not self._in_process:  # in a run, after calls were lost
+        if self._ready and not self._in_process:  # during a run, after failed calls
             return super().ping()
         self.client.load()
         return None
 
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
-        """Yield one judgement a group; see `JudgedRubric.judge`."""
-        self._ready = False  # the adapter may be another one than in the last batch
+        """Yield one judgement for each group; see `JudgedRubric.judge`."""
+        self._ready = False  # the adapter may have changed since the last batch
         return super().judge(groups)
 
     def before_group(self, group: Group) -> None:
-        """Name the current adapter in the judge, once a batch. Rollouts have begun: a server has the adapter by now."""
+        """Once in each batch, direct the calls to the current adapter, which the servers have by now."""
         if self._ready:
             return
         assert self._policy is not None, "the run is not open"
@@ -170,7 +169,7 @@ class SelfJudgeRubric(JudgedRubric):
         )
 
     def _endpoint_at(self, base: str, name: str, key: str) -> JudgeEndpoint:
-        """A served policy."""
+        """The endpoint of a served policy."""
         arguments = {
             "max_tokens": self.max_reply_tokens,
             "extra_body": {"chat_template_kwargs": {"enable_thinking": self.thinking}},
@@ -182,7 +181,7 @@ class SelfJudgeRubric(JudgedRubric):
         return self.model.replace("{version}", str(self._policy.version if self._policy is not None else 0))
 
     def _served(self) -> tuple[str, str, str] | None:
-        """Address, litellm's name and key of the served policy; None: in process."""
+        """Address, name for litellm and key of the served policy; None: in process."""
         if self.api_base and self.model:
             return self.api_base, self._name(), ""
         assert self._engine is not None, "the run is not open"
@@ -199,7 +198,7 @@ class SelfJudgeRubric(JudgedRubric):
             return
         assert self._policy is not None
         assert self._engine is not None
-        self.busy.restart()  # the calls have waited for the last rollout and this thread
+        self.busy.restart()  # until now the calls waited for rollouts and this thread
         answering = local.Answering(
             self._engine,
             self._policy,

@@ -1,12 +1,10 @@
-"""Static rubric: one frozen set of criteria for all tasks; calls 1 to 3 are skipped (DRACO, Section 3).
+"""Static rubric: one fixed set of criteria for all tasks; nothing is proposed or merged (DRACO, Section 3).
 
     score → dropout
     R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive
 
-Why: the reference that dynamic rubrics are measured against. The same prompts, dropout and rewards; only the origin of
-the criteria differs.
-
-A restart keeps nothing: the set is a file, and the run's configuration names it.
+Why: the baseline for dynamic rubrics. Prompts, dropout and rewards are the same; only the source of the criteria
+differs. A checkpoint need not save any state: the set is a file, which the configuration names.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ _FIELDS = ("title", "description", "evaluator_instruction")
 
 
 class StaticRubric(JudgedRubric):
-    """Judges every group by the same set."""
+    """Judges every group by the same criteria."""
 
     def __init__(self, judge: JudgeClient, criteria: str = "desk", **options: Any) -> None:
         """Set up the stage.
 
         Args:
-            judge: carries the calls.
+            judge: makes the calls.
             criteria: path of a YAML file, or the name of a packaged set.
             options: see `JudgedRubric`.
         """
@@ -47,10 +45,10 @@ class StaticRubric(JudgedRubric):
         self.static_criteria = load_criteria(criteria)
 
     def check(self) -> None:
-        """A judge that works by rules finds criteria without a rule not applicable: no reward would ever come of them.
+        """A rule-based judge finds a criterion that it has no rule for not applicable.
 
         Raises:
-            ConfigError: it has a rule for none of the criteria.
+            ConfigError: it has no rule for any of the criteria, so that no reward would ever differ from 0.
         """
         known = self.client.known_titles()
         unknown = [] if known is None else [c.title for c in self.static_criteria if c.title not in known]
@@ -69,10 +67,10 @@ class StaticRubric(JudgedRubric):
 
 
 def load_criteria(source: str) -> tuple[Criterion, ...]:
-    """Read a set: a mapping `criteria:` to a list of title, description and evaluator_instruction.
+    """Read a set of criteria: `criteria:` with a list of title, description and evaluator_instruction.
 
     Raises:
-        ConfigError: no such file or packaged set, not such a list, a field missing, or two equal titles.
+        ConfigError: no such file or packaged set, no such list, a missing field, or a repeated title.
     """
     packaged = files("draco.env")
     names = sorted(p.name for p in packaged.iterdir() if (p / "rubric.yaml").is_file())

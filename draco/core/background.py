@@ -1,4 +1,4 @@
-"""One asyncio event loop on a daemon thread: it carries judge calls while the trainer's thread generates.
+"""One asyncio event loop on a daemon thread: judge calls run on it while the main thread generates.
 
 >>> loop = BackgroundLoop()
 >>> async def answer() -> int:
@@ -34,7 +34,7 @@ class BackgroundLoop:
 
     @classmethod
     def shared(cls) -> BackgroundLoop:
-        """The loop of this process; a new one after the last was closed."""
+        """The loop of this process; a new one if the last was closed."""
         with cls._lock:
             if cls._shared is None or cls._shared.closed:
                 cls._shared = cls()
@@ -70,7 +70,7 @@ class BackgroundLoop:
         self._loop.close()
 
     async def _drain(self) -> None:
-        # A cancelled task may start another on its way out (litellm's logging worker does), hence the loop.
+        # A cancelled task may start another one while it ends (litellm's logging worker does): repeat.
         this = asyncio.current_task()
         while tasks := [task for task in asyncio.all_tasks() if task is not this]:
             for task in tasks:

@@ -1,14 +1,14 @@
-"""Several processes, one run: who takes part, what they tell one another, and what is summed.
+"""A run of several processes: how they find each other, exchange values, and sum gradients.
 
-`torchrun` starts the processes; `joined` makes them a group before anything else happens. Two planes:
+`torchrun` starts the processes; `joined` makes them a group before anything else happens. There are two groups:
 
-- *data*: the sum of gradients, over the default group (NCCL on GPUs, gloo on CPUs), with an ordinary time-out;
-- *control*: decisions, records and waiting, over a gloo group that never times out. Every data message follows a
-  control message, so ranks that judge slowly are waited for on the control plane and no collective time-out can trip.
-  What ends the waiting when a rank dies is `draco.core.watch`.
+- *data*: sums of gradients, over the default group (NCCL on GPUs, gloo on CPUs), with an ordinary time-out;
+- *control*: decisions, records and waiting, over a gloo group that never times out. A message on the control group
+  precedes every message on the data group. Ranks with slow judges are waited for there, so the time-out of the data
+  group is never reached. If a rank dies, `draco.core.watch` ends the waiting.
 
-Tasks are dealt out by rank (`TaskBatch.shard`); every random stream is keyed by task and sample, so the groups of a
-batch are the same on any number of ranks, and so is the sum of their gradients up to float rounding.
+The tasks of a batch are divided among ranks (`TaskBatch.shard`). Every random stream is keyed by task and sample, so
+the groups of a batch are the same on any number of ranks, and so is the sum of gradients up to float rounding.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from draco.core.errors import ConfigError, DracoError
-from draco.core.watch import host_name
-
-if TYPE_CHECKING:
-    from draco.core.watch import Watch
+from draco.core.watch import Watch, host_name
 
 __all__ = [
     "all_reduce_sum", "alone", "barrier", "broadcast", "check_shared", "gather", "joined", "launched",
@@ -42,7 +39,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("draco")
 
-#: of the control group: longer than any run
+#: time-out of the control group: longer than any run
 _FOREVER = timedelta(days=365)
 _control: dist.ProcessGroup | None = None
 _alone = False
@@ -50,41 +47,39 @@ _watch: Watch | None = None
 
 
 def world_size() -> int:
-    """Processes of the run; 1 without a process group, and in `alone`."""
+    """Number of processes of the run; 1 without a process group, and within `alone`."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _alone else 1
 
 
 def rank() -> int:
-    """This process; 0 without a process group."""
+    """Number of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def local_rank() -> int:
-    """This process on its machine; 0 without a process group."""
+    """Number of this process on its machine; 0 without a process group."""
     return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
 
 
 def launched() -> int:
-    """Processes that the launcher started (torchrun), 1 without one."""
+    """Number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 @contextmanager
 def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
-    """Form the group of the processes that torchrun started; without torchrun nothing happens.
+    """The processes that torchrun started are one group within; without torchrun this does nothing.
 
-    A fault of any rank ends all of them with its message, see `draco.core.watch`.
+    An error of any rank ends all of them with its message, see `draco.core.watch`.
 
     Args:
-        timeout_s: of a collective on the data plane.
-        gpu: the data plane is NCCL.
+        timeout_s: of a collective of the data group.
+        gpu: the data group uses NCCL.
     """
     global _control, _watch
     if launched() == 1:
         yield
         return
-    from draco.core.watch import Watch
-
     if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s))
@@ -93,13 +88,13 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
     _watch = watch
     level = log.level
     if rank():
-        log.setLevel(logging.WARNING)  # rank 0 speaks
+        log.setLevel(logging.WARNING)  # rank 0 alone logs
     try:
         yield
         barrier()
     except BaseException as error:
-        watch.failed(error)  # does not return where another rank failed first
-        raise  # without leaving the group: a broken one would wait for its peers
+        watch.failed(error)  # does not return if another rank failed first
+        raise  # and do not destroy the group: that would wait for ranks that are gone
     finally:
         log.setLevel(level)
         _control = _watch = None
@@ -108,13 +103,13 @@ def joined(timeout_s: float = 1800.0, *, gpu: bool = False) -> Iterator[None]:
 
 
 def saving() -> AbstractContextManager[Any]:
-    """A fault of another rank ends this process after the body, not in it. The body waits for no other rank."""
+    """A fault of another rank ends this process not within, but after it. The body must not wait for other ranks."""
     return nullcontext() if _watch is None else _watch.saving
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """What rank 0 does in the body it does by itself: the others take part in nothing, and are waited for nowhere."""
+    """Rank 0 works within as if it were the only process; the other ranks do not take part."""
     global _alone
     _alone = True
     try:
@@ -139,10 +134,10 @@ def broadcast(value: T | None = None) -> T:
 
 
 def main_only(work: Callable[[], T]) -> T:
-    """What rank 0 got out of `work`, on every rank; the others wait.
+    """Call `work` on rank 0, and return its result on every rank; the others wait.
 
     Raises:
-        DracoError: what `work` raised, the same on every rank.
+        DracoError: raised by `work`; it is raised on every rank.
     """
     if world_size() == 1:
         return work()
@@ -168,28 +163,28 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_shared(run: Path, patience_s: float = 10.0) -> None:
-    """Make sure that every rank sees the run folder that rank 0 writes.
+    """Check that every rank sees the run folder that rank 0 writes.
 
     Args:
-        run: run folder; rank 0 has made it.
-        patience_s: network file systems may show a new file late.
+        run: run folder; rank 0 has created it.
+        patience_s: seconds to wait, because network file systems may show a new file late.
 
     Raises:
-        ConfigError: a host does not.
+        ConfigError: a machine does not see it.
     """
     if world_size() == 1:
         return
     name = broadcast(f"shared-{secrets.token_hex(8)}.tmp")
-    probe = run / name
+    file = run / name
     if rank() == 0:
-        probe.write_text(name, encoding="utf-8")
+        file.write_text(name, encoding="utf-8")
     barrier()
     until = time.monotonic() + patience_s
-    while not (seen := probe.is_file()) and time.monotonic() < until:
+    while not (seen := file.is_file()) and time.monotonic() < until:
         time.sleep(0.2)
     blind = sorted({host for host, saw in gather((host_name(), seen)) if not saw})
     if rank() == 0:
-        probe.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     if blind:
         raise ConfigError(
             f"the run folder {run.resolve()} is not shared: {', '.join(blind)} cannot see what rank 0 on "
@@ -202,16 +197,16 @@ def all_reduce_sum(parameters: Sequence[nn.Parameter], counts: Sequence[float]) 
     """Sum gradients and counts over all ranks in one flat message; a rank without gradients sends zeros.
 
     Args:
-        parameters: trainable parameters in a fixed order; `.grad` is replaced by the sum. Empty where the
-            backward pass has summed them (sharded runs).
-        counts: numbers to sum along.
+        parameters: trainable parameters in a fixed order; `.grad` is replaced by the sum. Empty if the backward pass
+            has summed the gradients already (sharded runs).
+        counts: numbers that are summed in the same message.
 
     Returns:
         The summed counts.
     """
     if world_size() == 1:
         return list(counts)
-    barrier()  # slow judges are waited for here and not inside the message below, which has a time-out
+    barrier()  # wait for slow ranks here: the message below has a time-out
     device = parameters[0].device if parameters else torch.device("cpu")
     parts: list[Tensor] = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([*(part.flatten().float() for part in parts), torch.tensor(counts, device=device)])

@@ -1,47 +1,20 @@
-"""One error tree. Every message names what was wrong, what was expected and what to do.
-
-DracoError
-├── ConfigError          the configuration, a path or an argument cannot work (exit before any rollout)
-│   ├── StageError       a stage callback is missing or present twice
-│   ├── TemplateError    a chat template cannot be driven token-exactly
-│   └── AdapterError     an adapter does not fit the base model
-├── EnvironmentFault     the environment failed, not the agent (termination `environment_error`)
-├── EngineError          generation failed, not the agent (termination `engine_error`)
-│   ├── ServerLost       a generation server did not answer: the request may succeed elsewhere
-│   └── ServerRefused    it answered that it will not: the same request fails again
-├── JudgeError           a judge call did not give a usable reply; never turned into a score
-│   ├── JudgeReplyError  the reply was unparsable or broke the schema, after one corrective re-ask
-│   ├── JudgeCallError   the provider failed (timeout, rate limit, server error), retries exhausted
-│   └── JudgeConfigError the provider refused the request for good (key, model, bad request)
-└── TrainingStopped      a guard stopped the run with its state saved (too many failures, NaN steps)
-"""
+"""All exceptions that draco raises on purpose. Every message says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
 
 __all__ = [
-    "AdapterError",
-    "ConfigError",
-    "DracoError",
-    "EngineError",
-    "EnvironmentFault",
-    "JudgeCallError",
-    "JudgeConfigError",
-    "JudgeError",
-    "JudgeReplyError",
-    "ServerLost",
-    "ServerRefused",
-    "StageError",
-    "TemplateError",
+    "AdapterError", "ConfigError", "DracoError", "EngineError", "EnvironmentFault", "JudgeCallError",
+    "JudgeConfigError", "JudgeError", "JudgeReplyError", "ServerLost", "ServerRefused", "StageError", "TemplateError",
     "TrainingStopped",
-]
+]  # fmt: skip
 
 
 class DracoError(Exception):
-    """Base of every error that draco raises on purpose."""
+    """Base class."""
 
 
 class ConfigError(DracoError):
-    """The configuration, a path or an argument cannot work."""
+    """The configuration, a path or an argument cannot work. Raised before the first rollout."""
 
 
 class StageError(ConfigError):
@@ -57,19 +30,19 @@ class AdapterError(ConfigError):
 
 
 class EnvironmentFault(DracoError):
-    """The environment failed, not the agent; the trajectory is quarantined."""
+    """The environment failed, not the agent; the trajectory is quarantined (`environment_error`)."""
 
 
 class EngineError(DracoError):
-    """Generation failed, not the agent; the trajectory is quarantined."""
+    """Generation failed, not the agent; the trajectory is quarantined (`engine_error`)."""
 
 
 class ServerLost(EngineError):
-    """A generation server did not answer, or failed while answering; the request may succeed elsewhere."""
+    """A generation server did not answer, or failed while answering; another server may succeed."""
 
 
 class ServerRefused(EngineError):
-    """A generation server answered that it will not do this; the same request fails again."""
+    """A generation server refused the request; the same request would fail again."""
 
 
 class JudgeError(DracoError):
@@ -85,8 +58,8 @@ class JudgeCallError(JudgeError):
 
 
 class JudgeConfigError(JudgeError, ConfigError):
-    """The provider refused the request for good: key, model name or a bad request."""
+    """The provider refuses every such request: wrong key, model name or parameters."""
 
 
 class TrainingStopped(DracoError):
-    """A guard stopped the run with its state saved."""
+    """A limit stopped the run with its state saved (too many failures, too many NaN steps, the budget)."""

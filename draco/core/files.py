@@ -1,8 +1,8 @@
-"""Files and folders that are complete or not there, after a kill and after a power cut.
+"""Files and folders that are either complete or absent, even after a kill or a power cut.
 
-What is written goes to a name that ends in ``.tmp``, reaches the disk, and is renamed. Readers ignore such names.
-JSON lines are the exception: they are appended while something expensive goes on. A kill may cut the last line, so
-readers leave it out, and `mend_lines` cuts it off before more is appended.
+Content is written under a name that ends in ``.tmp``, flushed to disk, and renamed. Readers ignore such names.
+JSON lines are the exception: they are appended one by one. A kill may cut the last line, so readers ignore an
+incomplete last line, and `mend_lines` removes it before more lines are appended.
 """
 
 from __future__ import annotations
@@ -19,22 +19,13 @@ from typing import Any
 from draco.core.errors import ConfigError
 
 __all__ = [
-    "append_line",
-    "create_once",
-    "mend_lines",
-    "publish",
-    "read_json",
-    "read_lines",
-    "remove",
-    "resolve",
-    "sync",
-    "write_json",
-    "write_text",
-]
+    "append_line", "create_once", "mend_lines", "publish", "read_json", "read_lines", "remove", "resolve", "sync",
+    "write_json", "write_text",
+]  # fmt: skip
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -43,7 +34,7 @@ def sync(path: Path) -> None:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Give a finished file or folder its name; what stood there is replaced."""
+    """Flush a finished file or folder and rename it to `target`, which it replaces."""
     old = target.with_name(target.name + ".old.tmp")
     for path in (*temporary.rglob("*"), temporary):
         sync(path)
@@ -56,18 +47,18 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file."""
+    """Write a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     publish(temporary, path)
 
 
 def create_once(path: Path, make: Callable[[Path], object]) -> None:
-    """Make a file that several processes may want to make at the same moment; the first one's stays.
+    """Create a file that several processes may create at the same moment; the first one wins.
 
     Args:
-        path: of the file; nothing is done if it is there.
-        make: writes the file at another path.
+        path: of the file; if it exists, nothing is done.
+        make: writes the file at the path that it is given.
     """
     if path.is_file():
         return
@@ -80,19 +71,19 @@ def create_once(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object."""
+    """Read a JSON object."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object."""
+    """Write a JSON object atomically."""
     path.parent.mkdir(exist_ok=True)
     write_text(path, json.dumps(content, indent=1))
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder; a kill in the middle leaves nothing under its name."""
+    """Delete a folder; after a kill it is either complete or absent."""
     gone = folder.with_name(folder.name + ".gone.tmp")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -100,7 +91,11 @@ def remove(folder: Path) -> None:
 
 
 def resolve(path: str) -> str:
-    """Turn ``pkg://PACKAGE`` into the folder of an installed package, without importing it."""
+    """The folder that a model path means: ``pkg://PACKAGE`` is the folder of an installed package (not imported).
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
     if not path.startswith("pkg://"):
         return str(Path(path).expanduser()) if path.startswith(("~", ".", "/")) else path
     package = path.removeprefix("pkg://")
@@ -117,10 +112,10 @@ def resolve(path: str) -> str:
 
 
 def read_lines(file: Path) -> list[Any]:
-    """The complete lines; none where there is no file.
+    """All complete lines; an empty list if there is no file.
 
     Raises:
-        ConfigError: a complete line is no JSON.
+        ConfigError: a complete line is not JSON.
     """
     if not file.is_file():
         return []
@@ -130,12 +125,12 @@ def read_lines(file: Path) -> list[Any]:
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(f"{file}, line {number} is no JSON ({error}); delete the file to begin anew") from None
+            raise ConfigError(f"{file}, line {number} is not JSON ({error}); delete it to start again") from None
     return rows
 
 
 def mend_lines(file: Path) -> None:
-    """Make the file's folder, and cut off a last line that is not complete."""
+    """Create the file's folder, and remove an incomplete last line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_file():
         with file.open("r+b") as stream:
@@ -143,11 +138,11 @@ def mend_lines(file: Path) -> None:
 
 
 def append_line(file: Path, row: Any) -> None:
-    """Add one line; it has left the process when this returns."""
+    """Append one line; when this returns, the operating system has it."""
     with file.open("ab") as stream:
         stream.write(json.dumps(row).encode() + b"\n")
 
 
 def _complete(content: bytes) -> int:
-    """Bytes up to the end of the last complete line."""
+    """Number of bytes up to the end of the last complete line."""
     return content.rfind(b"\n") + 1

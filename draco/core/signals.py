@@ -1,10 +1,10 @@
-"""Ctrl-C, SIGTERM and a scheduler's warning end a job between whole steps, never in the middle of a state change.
+"""Ctrl-C, SIGTERM and a scheduler's warning end a job between steps, never in the middle of a state change.
 
-    with listening():          the job: signals raise `Interrupted`
-        hold()                 from the first change of the weights …
-        release()              … to the end of the step, when its archive and metrics are written: raises what came
+    with listening():          within: signals raise `Interrupted`
+        hold()                 before the weights change: signals wait
+        release()              the step's archive and metrics are written: raise `Interrupted` for a signal that waited
 
-A second Ctrl-C ends the process at once, whatever it is doing: everything on disk is complete or not there.
+A second Ctrl-C ends the process at once. That is safe: everything on disk is complete or absent (`draco.core.files`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_REQUEUE", "Interrupted", "hold", "listening", "release", "uninterrupted"]
 
 EXIT_INTERRUPTED = 130  #: Ctrl-C
-EXIT_REQUEUE = 75  #: EX_TEMPFAIL of sysexits.h: stopped from outside with its state saved; start it again to go on
+EXIT_REQUEUE = 75  #: EX_TEMPFAIL of sysexits.h: a scheduler stopped the run, its state is saved; start it again
 
 #: What a scheduler sends before it takes the machine away. SLURM's --signal uses the last two.
 _REQUEUE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -42,13 +43,13 @@ class Interrupted(BaseException):
 class _State:
     def __init__(self) -> None:
         self.held = False
-        self.came: int | None = None  #: first signal
+        self.received: int | None = None  #: the first signal
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.came is not None:
+        if number == signal.SIGINT and self.received is not None:
             os._exit(EXIT_INTERRUPTED)
-        if self.came is None:  # launchers send more than one; the first is being answered
-            self.came = number
+        if self.received is None:  # launchers send several signals; only the first one counts
+            self.received = number
             if not self.held:
                 raise Interrupted(number)
 
@@ -58,57 +59,60 @@ _state = _State()
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Turn signals into `Interrupted` while the body runs. Off the main thread this does nothing.
+    """Signals raise `Interrupted` within. Outside the main thread this does nothing.
 
-    A signal that the caller ignores (nohup, a background job) stays ignored.
+    A signal that the process ignores (nohup, a background job) stays ignored.
     """
     global _state
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _state = _State()
-    taken = [s for s in (signal.SIGINT, *_REQUEUE) if signal.getsignal(s) is not signal.SIG_IGN]
-    previous = {s: signal.signal(s, _state.handle) for s in taken}
+    numbers = [s for s in (signal.SIGINT, *_REQUEUE) if signal.getsignal(s) is not signal.SIG_IGN]
     try:
-        yield
+        with _handled(numbers, _state.handle):
+            yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         _state = _State()
 
 
 def hold() -> None:
-    """Hold signals back until `release`; the step under way will be completed and recorded."""
+    """Let signals wait until `release`, so that the current step is completed and recorded."""
     _state.held = True
 
 
 def release() -> None:
-    """Deliver what came since `hold`.
+    """Stop holding signals.
 
     Raises:
-        Interrupted: a signal came.
+        Interrupted: a signal arrived since `listening` began.
     """
     _state.held = False
-    if _state.came is not None:  # raised already, if some destructor or callback swallowed it
-        raise Interrupted(_state.came)
+    if _state.received is not None:  # perhaps raised before, and swallowed by a destructor or a callback
+        raise Interrupted(_state.received)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while the body runs; the last one is delivered right after it."""
+    """SIGINT and SIGTERM wait within; the last one is delivered at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
+    waiting: list[int] = []
+    try:
+        with _handled((signal.SIGINT, signal.SIGTERM), lambda number, frame: waiting.append(number)):
+            yield
+    finally:
+        if waiting:
+            signal.raise_signal(waiting[-1])
 
-    def keep(number: int, frame: FrameType | None) -> None:
-        held.append(number)
 
-    previous = {s: signal.signal(s, keep) for s in (signal.SIGINT, signal.SIGTERM)}
+@contextmanager
+def _handled(numbers: Any, handler: Any) -> Iterator[None]:
+    """Signals go to `handler` within."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[-1])
+        for number, old in previous.items():
+            signal.signal(number, old)

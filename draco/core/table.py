@@ -1,4 +1,4 @@
-"""A table whose numbers stay numbers until it is written: as Markdown, as CSV, or in the terminal."""
+"""A table of numbers that can be written as Markdown, as CSV, or to the terminal."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Cell = float | str | None  #: None: not measured
 class Table:
     """One table."""
 
-    name: str  #: of its files
+    name: str  #: file name without extension
     title: str
-    columns: tuple[str, ...]  #: the first one names the row
+    columns: tuple[str, ...]  #: the first one labels the rows
     rows: tuple[tuple[Cell, ...], ...]
-    form: str = "{:.1%}"  #: of a number that a person reads; CSV holds it in full
-    notes: tuple[str, ...] = ()  #: what the figures are, and what is missing
-    forms: Mapping[str, str] = field(default_factory=dict)  #: columns whose numbers are shown otherwise
+    form: str = "{:.1%}"  #: format of numbers in Markdown and the terminal; CSV has all digits
+    notes: tuple[str, ...] = ()  #: what the numbers mean, and what is missing
+    forms: Mapping[str, str] = field(default_factory=dict)  #: column → another format
 
     def shown(self) -> list[list[str]]:
-        """Cells as a person reads them."""
+        """Cells as formatted text."""
         forms = [self.forms.get(c, self.form) for c in self.columns]
         return [[_shown(c, f) for c, f in zip(row, forms, strict=True)] for row in self.rows]
 
     def csv(self) -> str:
-        """All numbers in full; an empty cell was not measured."""
+        """CSV with all digits; an empty cell was not measured."""
         text = io.StringIO(newline="")
         writer = csv.writer(text)
         writer.writerow(self.columns)
@@ -42,13 +42,13 @@ class Table:
         return text.getvalue()
 
     def markdown(self) -> str:
-        """The rows, each on a line; nothing without rows."""
+        """A Markdown table; empty if there are no rows."""
         rows = [[c.replace("|", "\\|").replace("\n", " ") for c in row] for row in self.shown()]
         lines = ["| " + " | ".join(row) + " |" for row in [list(self.columns), *rows]]
         return "\n".join([lines[0], "|---" * len(self.columns) + "|", *lines[1:]]) + "\n" if rows else ""
 
     def terminal(self) -> rich.table.Table:
-        """For rich's `Console.print`."""
+        """A table for rich's `Console.print`."""
         from rich.markup import escape
         from rich.table import Table as RichTable
 

@@ -1,14 +1,14 @@
 """Frozen data objects that travel between the stages: rollout → rubric → credit → update.
 
-Nothing here holds the environment's success: that lives in `draco.env.Outcome`, which only an evaluator returns, so
-that no rubric setting can read it (outcome blindness).
+Nothing here holds the environment's success. It is in `draco.env.base.Outcome`, which only an evaluator returns, so no
+rubric can read it (outcome blindness).
 
 Worked example, one group of G = 2 rollouts, K = 1 criterion::
 
     task = Task(id="t1", instruction="pay ana 31", split="train", scenario_id="s1", difficulty=1)
-    trajectory.token_ids   [ 5, 6, 7 | 8, 9, 10 | 11 ]     prompt, then what the policy sampled and what it was shown
+    trajectory.token_ids   [ 5, 6, 7 | 8, 9, 10 | 11 ]     prompt | sampled by the policy | observation
     trajectory.step_of     [-1,-1,-1 | 0, 0,  0 | -1 ]     0-based step of every token; −1 = prompt or gap
-    trajectory.steps[0]    Step(index=1, span=(3, 6), ...)  1-based index: the number that the judge cites
+    trajectory.steps[0]    Step(index=1, span=(3, 6), ...)  the 1-based index is what the judge cites
     judgement.verdicts     ((Verdict(1, (1,)), Verdict(-1, (1,))),)   K rows of G
     judgement.rewards      (1.0, -1.0)
     credit.advantages      (0.707, -0.707)
@@ -22,37 +22,27 @@ from enum import StrEnum
 from typing import Any
 
 __all__ = [
-    "Credit",
-    "Criterion",
-    "Failure",
-    "Group",
-    "Judgement",
-    "Message",
-    "Step",
-    "Task",
-    "TaskBatch",
-    "Termination",
-    "Trajectory",
-    "Verdict",
-]
+    "Credit", "Criterion", "Failure", "Group", "Judgement", "Message", "Step", "Task", "TaskBatch", "Termination",
+    "Trajectory", "Verdict",
+]  # fmt: skip
 
 
 class Termination(StrEnum):
     """Why an episode ended. `quarantined` kinds leave the group before any statistic (method §4)."""
 
-    SUBMITTED = "submitted"  #: the completion API was called and the agent closed
-    GAVE_UP = "gave_up"  #: it closed without completing, or completed with a failure status
+    SUBMITTED = "submitted"  #: the agent called the completion API and ended
+    GAVE_UP = "gave_up"  #: it ended without calling the completion API, or reported failure
     NO_ACTION = "no_action"  #: no parsable action in a turn, after one reminder
     TURN_LIMIT = "turn_limit"  #: the turn budget ran out
     LENGTH_LIMIT = "length_limit"  #: the response budget ran out (observation tokens count)
     DEADLINE = "deadline"  #: the trajectory's wall-clock deadline passed
     ENVIRONMENT_ERROR = "environment_error"  #: the environment failed
     ENGINE_ERROR = "engine_error"  #: generation failed
-    UNKNOWN = "unknown"  #: somebody else's log does not say; no rollout of ours ends so
+    UNKNOWN = "unknown"  #: an imported log does not say; our own rollouts never end so
 
     @property
     def quarantined(self) -> bool:
-        """True for faults that are not the agent's; such a trajectory trains nothing."""
+        """True for faults that are not the agent's; such a trajectory is not trained on."""
         return self in _QUARANTINED
 
 
@@ -75,8 +65,8 @@ class Task:
     instruction: str
     split: str
     scenario_id: str  #: tasks that share it are variants of one scenario (SGC)
-    difficulty: int = 1  #: a level from 1 on; 0: nobody knows
-    metadata: Mapping[str, Any] = field(default_factory=dict)  #: JSON-able; nothing about success
+    difficulty: int = 1  #: a level from 1; 0 = unknown
+    metadata: Mapping[str, Any] = field(default_factory=dict)  #: JSON values; nothing about success
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +78,15 @@ class TaskBatch:
     group_size: int  #: G rollouts a task
     purpose: str = "train"  #: part of the sampling key, so that evaluation never shares a stream with training
     temperature: float = 1.0
-    first: int = 0  #: position of `tasks[0]` in the whole batch, of which this may be one rank's share
-    stride: int = 1  #: distance of neighbours in the whole batch
+    first: int = 0  #: position of `tasks[0]` in the batch of all ranks
+    stride: int = 1  #: distance of neighbours in the batch of all ranks
 
     def position(self, index: int) -> int:
-        """Position in the whole batch of `tasks[index]`: what `Group.index` holds on any rank."""
+        """Position of `tasks[index]` in the batch of all ranks; it becomes `Group.index`."""
         return self.first + index * self.stride
 
     def shard(self, rank: int, world: int) -> TaskBatch:
-        """The tasks of one of `world` ranks, dealt out in turn; possibly none."""
+        """The tasks of one of `world` ranks: every `world`-th task; possibly none."""
         if world == 1:
             return self
         return replace(self, tasks=self.tasks[rank::world], first=self.position(rank), stride=self.stride * world)
@@ -107,7 +97,7 @@ class Step:
     """One agent step: by default one turn, its reasoning included (method §2)."""
 
     index: int  #: 1-based; the number that transcripts show and judges cite
-    span: tuple[int, int]  #: half-open token range in `Trajectory.token_ids`; may be empty for no step
+    span: tuple[int, int]  #: half-open token range in `Trajectory.token_ids`; never empty
     action: str  #: the text that the policy emitted in this step
     observation: str  #: what the environment answered; empty when the episode ended here
     turn: int  #: 1-based turn that this step belongs to
@@ -115,7 +105,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished rollout, token-exact: what the policy sampled is what it trains on."""
+    """One finished rollout, with the exact tokens that the policy sampled."""
 
     task: Task
     sample: int  #: 0-based index within the group
@@ -126,7 +116,7 @@ class Trajectory:
     steps: tuple[Step, ...]  #: M steps
     termination: Termination
     prompt_tokens: int  #: length of the opening prompt, the first `prompt_tokens` of `token_ids`
-    policy_version: int  #: optimizer updates behind the weights that sampled it
+    policy_version: int  #: number of optimizer updates of the weights that sampled it
     seed: int  #: key of its private random generator
     end_state: str = ""  #: opaque reference that only the environment's evaluator can read
     error: str = ""  #: the fault behind a quarantined termination
@@ -173,13 +163,13 @@ class Verdict:
     steps: tuple[int, ...] = ()  #: 1-based steps cited by the attribution call
     justification: str = ""
     evidence: str = ""
-    explanation: str = ""  #: the attribution call's
+    explanation: str = ""  #: by the attribution call
     override: int | None = None  #: the attribution call's verdict where it differs from `score`
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A trajectory that left its group, and why. Never a score."""
+    """A trajectory that left its group, and why. It gets no score."""
 
     sample: int
     phase: str  #: rollout | propose_task | propose_rollout | merge | score | attribute | evaluate | group
@@ -188,9 +178,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judged group: only trajectories with usable verdicts are left in `group`."""
+    """A judged group: `group` holds only trajectories with usable verdicts."""
 
-    group: Group  #: the members that statistics run over; empty when the group was skipped
+    group: Group  #: the members that statistics are taken over; empty if the group was skipped
     criteria: tuple[Criterion, ...]  #: K
     verdicts: tuple[tuple[Verdict, ...], ...]  #: [K][G]
     dropped: tuple[bool, ...]  #: [K] removed by discriminative dropout
@@ -206,6 +196,6 @@ class Credit:
     judgement: Judgement
     advantages: tuple[float, ...]  #: [G] A_i
     step_advantages: tuple[tuple[float, ...], ...]  #: [G][M] a_j, for every token of step j
-    qualities: tuple[tuple[float, ...], ...]  #: [G][M] Q_j; empty rows where no quality exists
-    reasons: tuple[str, ...]  #: [G] draco.credit.redistribution.Reason value: why the formula or a fallback applied
-    zero_std: bool = False  #: the group carries no signal (std below 1e-8)
+    qualities: tuple[tuple[float, ...], ...]  #: [G][M] Q_j; a row is empty if there is no Q
+    reasons: tuple[str, ...]  #: [G] draco.credit.redistribution.Reason value: whether the formula or a fallback applied
+    zero_std: bool = False  #: the rewards are all equal (std below 1e-8): no signal

@@ -1,8 +1,8 @@
-"""What a run leaves behind of every training step: parquet tables under ``archive/step=000012/``.
+"""The archive: parquet tables of every training step, under ``archive/step=000012/``.
 
-From these alone rewards and credits can be recomputed to the last bit (float64 columns, token ids and spans exact). A
-step's folder is written under a temporary name, reaches the disk and is renamed: it is complete or not there. Success
-is in none of them; `end_state` is the opaque reference that only the environment's evaluator can read.
+Rewards and credits can be recomputed exactly from these tables (numbers in float64, token ids, spans). A step's folder
+is written under a temporary name, flushed and renamed, so it is complete or absent. No table holds success; `end_state`
+is an opaque reference that only the environment's evaluator can read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,88 +28,49 @@ __all__ = [
 ]  # fmt: skip
 
 _NAME = re.compile(r"step=(\d{6,})")
-_INTS, _FLOATS, _TEXTS = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.string())
-_KEY: list[tuple[str, pa.DataType]] = [("step", pa.int32()), ("group", pa.int32())]
+_INT, _FLOAT, _TEXT, _BOOL = pa.int32(), pa.float64(), pa.string(), pa.bool_()
+_INTS, _FLOATS, _TEXTS = pa.list_(_INT), pa.list_(_FLOAT), pa.list_(_TEXT)
 
-#: table → columns; the format that readers may rely on
+
+def _columns(**types: pa.DataType) -> pa.Schema:
+    return pa.schema({"step": _INT, "group": _INT, **types})
+
+
+#: table → columns: the format that readers may rely on. `task_metadata` and `timings` (seconds) are JSON.
 TABLES: dict[str, pa.Schema] = {
-    "trajectories": pa.schema(
-        [
-            *_KEY,
-            ("sample", pa.int32()),
-            ("task_id", pa.string()),
-            ("instruction", pa.string()),
-            ("split", pa.string()),
-            ("scenario_id", pa.string()),
-            ("difficulty", pa.int32()),
-            ("task_metadata", pa.string()),  # JSON
-            ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-            ("token_ids", _INTS),
-            ("step_of", _INTS),
-            ("logprobs", _FLOATS),
-            ("steps", pa.list_(pa.struct([
-                ("index", pa.int32()), ("start", pa.int32()), ("stop", pa.int32()), ("turn", pa.int32()),
-                ("action", pa.string()), ("observation", pa.string()),
-            ]))),
-            ("termination", pa.string()),
-            ("prompt_tokens", pa.int32()),
-            ("policy_version", pa.int32()),
-            ("seed", pa.int64()),
-            ("end_state", pa.string()),
-            ("error", pa.string()),
-            ("timings", pa.string()),  # JSON, seconds
-        ]
+    "trajectories": _columns(
+        sample=_INT, task_id=_TEXT, instruction=_TEXT, split=_TEXT, scenario_id=_TEXT, difficulty=_INT,
+        task_metadata=_TEXT, messages=pa.list_(pa.struct({"role": _TEXT, "content": _TEXT})), token_ids=_INTS,
+        step_of=_INTS, logprobs=_FLOATS,
+        steps=pa.list_(pa.struct({
+            "index": _INT, "start": _INT, "stop": _INT, "turn": _INT, "action": _TEXT, "observation": _TEXT,
+        })),
+        termination=_TEXT, prompt_tokens=_INT, policy_version=_INT, seed=pa.int64(), end_state=_TEXT, error=_TEXT,
+        timings=_TEXT,
     ),
-    "criteria": pa.schema(
-        [
-            *_KEY,
-            ("criterion", pa.int32()),
-            ("title", pa.string()),
-            ("description", pa.string()),
-            ("evaluator_instruction", pa.string()),
-            ("source", pa.string()),
-            ("grounding_references", _TEXTS),
-            ("evidence", pa.string()),
-            ("dropped", pa.bool_()),
-        ]
+    "criteria": _columns(
+        criterion=_INT, title=_TEXT, description=_TEXT, evaluator_instruction=_TEXT, source=_TEXT,
+        grounding_references=_TEXTS, evidence=_TEXT, dropped=_BOOL,
     ),
-    "verdicts": pa.schema(
-        [
-            *_KEY,
-            ("criterion", pa.int32()),
-            ("sample", pa.int32()),
-            ("score", pa.int8()),
-            ("override", pa.int8()),
-            ("cited_steps", _INTS),
-            ("evidence", pa.string()),
-            ("justification", pa.string()),
-            ("explanation", pa.string()),
-        ]
+    "verdicts": _columns(
+        criterion=_INT, sample=_INT, score=pa.int8(), override=pa.int8(), cited_steps=_INTS, evidence=_TEXT,
+        justification=_TEXT, explanation=_TEXT,
     ),
-    "credits": pa.schema(
-        [
-            *_KEY,
-            ("sample", pa.int32()),
-            ("reward", pa.float64()),
-            ("advantage", pa.float64()),
-            ("reason", pa.string()),
-            ("zero_std", pa.bool_()),
-            ("step_tokens", _INTS),
-            ("step_advantages", _FLOATS),
-            ("qualities", _FLOATS),
-        ]
+    "credits": _columns(
+        sample=_INT, reward=_FLOAT, advantage=_FLOAT, reason=_TEXT, zero_std=_BOOL, step_tokens=_INTS,
+        step_advantages=_FLOATS, qualities=_FLOATS,
     ),
-    "failures": pa.schema([*_KEY, ("sample", pa.int32()), ("phase", pa.string()), ("reason", pa.string())]),
+    "failures": _columns(sample=_INT, phase=_TEXT, reason=_TEXT),
 }  # fmt: skip
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Folder of one step's tables."""
+    """The folder of one step's tables."""
     return run / "archive" / f"step={step:06d}"
 
 
 def step_folders(run: Path) -> list[Path]:
-    """All complete steps, in order."""
+    """The folders of all complete steps, in order."""
     found = (p for p in (run / "archive").glob("step=*") if _NAME.fullmatch(p.name))
     return sorted(found, key=lambda p: int(p.name.removeprefix("step=")))
 
@@ -122,32 +83,30 @@ def archived_steps(run: Path) -> list[int]:
 def write_step(
     run: Path, step: int, groups: Sequence[Group], credits: Sequence[Credit], calls: Sequence[Any] = ()
 ) -> None:
-    """Write one step's tables; replaces what an interrupted attempt left.
+    """Write one step's tables; an earlier attempt at this step is replaced.
 
     Args:
         run: run folder.
         step: batch number.
         groups: as rolled out.
-        credits: one a judged group.
-        calls: judge call records (dataclasses); a column a field, but for the texts: `read_calls` gives them back.
+        credits: one for each judged group.
+        calls: judge call records (dataclasses), a column for each field. Their texts are stored apart, see
+            `read_calls`.
     """
     folder = step_folder(run, step)
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     rows = {
-        "trajectories": [_trajectory(step, g.index, t) for g in groups for t in g.trajectories],
-        "criteria": [r for c in credits for r in _criteria(step, c)],
-        "verdicts": [r for c in credits for r in _verdicts(step, c)],
-        "credits": [r for c in credits for r in _credits(step, c)],
-        "failures": [
-            {"step": step, "group": c.judgement.group.index, **dataclasses.asdict(f)}
-            for c in credits
-            for f in c.judgement.failures
-        ],
+        "trajectories": [{"group": g.index, **_trajectory(t)} for g in groups for t in g.trajectories],
+        **{
+            name: [{"group": c.judgement.group.index, **row} for c in credits for row in rows_of(c)]
+            for name, rows_of in _OF_CREDIT.items()
+        },
     }
     for name, schema in TABLES.items():
-        _write(pa.Table.from_pylist(rows[name], schema=schema), temporary / f"{name}.parquet")
+        table = pa.Table.from_pylist([{"step": step, **row} for row in rows[name]], schema=schema)
+        _write(table, temporary / f"{name}.parquet")
     if calls:
         texts: dict[str, bytes] = {}
         _write(pa.Table.from_pylist([_call(step, c, texts) for c in calls]), temporary / "judge_calls.parquet")
@@ -160,76 +119,59 @@ def _write(table: pa.Table, path: Path) -> None:
     pq.write_table(table, path, compression="zstd")
 
 
-def _trajectory(step: int, group: int, t: Trajectory) -> dict[str, Any]:
+def _fields(record: Any) -> dict[str, Any]:
+    """Fields of a dataclass; what is no column of a table is left out when the table is made."""
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def _trajectory(t: Trajectory) -> dict[str, Any]:
     return {
-        "step": step,
-        "group": group,
-        "sample": t.sample,
-        "task_id": t.task.id,
-        "instruction": t.task.instruction,
-        "split": t.task.split,
-        "scenario_id": t.task.scenario_id,
-        "difficulty": t.task.difficulty,
-        "task_metadata": json.dumps(dict(t.task.metadata)),
-        "messages": [{"role": m.role, "content": m.content} for m in t.messages],
-        "token_ids": t.token_ids,
-        "step_of": t.step_of,
-        "logprobs": t.logprobs,
-        "steps": [
-            {
-                "index": s.index, "start": s.span[0], "stop": s.span[1], "turn": s.turn,
-                "action": s.action, "observation": s.observation,
-            }
-            for s in t.steps
-        ],
-        "termination": str(t.termination),
-        "prompt_tokens": t.prompt_tokens,
-        "policy_version": t.policy_version,
-        "seed": t.seed,
-        "end_state": t.end_state,
-        "error": t.error,
-        "timings": json.dumps(dict(t.timings)),
+        **_fields(t.task), **_fields(t), "task_id": t.task.id, "task_metadata": json.dumps(dict(t.task.metadata)),
+        "messages": [_fields(m) for m in t.messages],
+        "steps": [_fields(s) | {"start": s.span[0], "stop": s.span[1]} for s in t.steps],
+        "termination": str(t.termination), "timings": json.dumps(dict(t.timings)),
     }  # fmt: skip
 
 
-def _criteria(step: int, credit: Credit) -> Iterable[dict[str, Any]]:
+def _criteria(credit: Credit) -> Iterable[dict[str, Any]]:
     j = credit.judgement
     for k, (criterion, dropped) in enumerate(zip(j.criteria, j.dropped, strict=True)):
-        yield {
-            "step": step, "group": j.group.index, "criterion": k, "dropped": dropped,
-            **dataclasses.asdict(criterion),
-        }  # fmt: skip
+        yield {"criterion": k, "dropped": dropped, **_fields(criterion)}
 
 
-def _verdicts(step: int, credit: Credit) -> Iterable[dict[str, Any]]:
+def _verdicts(credit: Credit) -> Iterable[dict[str, Any]]:
     j = credit.judgement
     for k, row in enumerate(j.verdicts):
         for trajectory, v in zip(j.group.trajectories, row, strict=True):
-            yield {
-                "step": step, "group": j.group.index, "criterion": k, "sample": trajectory.sample, "score": v.score,
-                "override": v.override, "cited_steps": v.steps, "evidence": v.evidence,
-                "justification": v.justification, "explanation": v.explanation,
-            }  # fmt: skip
+            yield {"criterion": k, "sample": trajectory.sample, "cited_steps": v.steps, **_fields(v)}
 
 
-def _credits(step: int, credit: Credit) -> Iterable[dict[str, Any]]:
+def _credits(credit: Credit) -> Iterable[dict[str, Any]]:
     j = credit.judgement
     for i, t in enumerate(j.group.trajectories):
         yield {
-            "step": step, "group": j.group.index, "sample": t.sample, "reward": j.rewards[i],
-            "advantage": credit.advantages[i], "reason": credit.reasons[i], "zero_std": credit.zero_std,
-            "step_tokens": t.step_tokens, "step_advantages": credit.step_advantages[i],
-            "qualities": credit.qualities[i],
+            "sample": t.sample, "reward": j.rewards[i], "advantage": credit.advantages[i],
+            "reason": credit.reasons[i], "zero_std": credit.zero_std, "step_tokens": t.step_tokens,
+            "step_advantages": credit.step_advantages[i], "qualities": credit.qualities[i],
         }  # fmt: skip
 
 
+#: table → its rows of one group
+_OF_CREDIT: dict[str, Callable[[Credit], Iterable[dict[str, Any]]]] = {
+    "criteria": _criteria,
+    "verdicts": _verdicts,
+    "credits": _credits,
+    "failures": lambda credit: map(_fields, credit.judgement.failures),
+}
+
+
 _TEXT_TABLE = pa.schema([("hash", pa.string()), ("text", pa.binary())])
-#: Where prompts are cut, so that a transcript that several calls share is kept once: before their delimiters.
+#: Prompts are cut before their delimiters, so that a transcript that several calls share is stored once.
 _CUT = re.compile(r"^(?=<<<)", re.MULTILINE)
 
 
 def _call(step: int, call: Any, texts: dict[str, bytes]) -> dict[str, Any]:
-    """One row of judge_calls; the texts of prompt and reply go to `texts` by their hash."""
+    """One row of judge_calls; the texts of prompt and reply are added to `texts` under their hash."""
     row: dict[str, Any] = {"step": step}
     for item in dataclasses.fields(call):
         value = getattr(call, item.name)
@@ -251,21 +193,23 @@ def _put(texts: dict[str, bytes], text: str) -> str:
     return name
 
 
+def _files(run: Path, name: str, steps: Iterable[int] | None) -> list[Path]:
+    folders = step_folders(run) if steps is None else [step_folder(run, s) for s in steps]
+    return [file for folder in folders if (file := folder / f"{name}.parquet").is_file()]
+
+
 def read_calls(run: Path, steps: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    """Judge calls with their texts: `messages` as [(role, content)] byte for byte as sent, `reply` as it came.
+    """Judge calls with their texts: `messages` as [(role, content)] exactly as sent, `reply` exactly as received.
 
     Raises:
         FileNotFoundError: the run has no judge calls.
     """
     rows: list[dict[str, Any]] = []
-    folders = step_folders(run) if steps is None else [step_folder(run, s) for s in steps]
-    for folder in folders:
-        if not (folder / "judge_calls.parquet").is_file():
-            continue
-        table = pq.read_table(folder / "judge_texts.parquet", partitioning=None)
+    for file in _files(run, "judge_calls", steps):
+        table = pq.read_table(file.with_name("judge_texts.parquet"), partitioning=None)
         found = zip(table["hash"].to_pylist(), table["text"].to_pylist(), strict=True)
         texts = {name: content.decode(errors="surrogatepass") for name, content in found}
-        for row in pq.read_table(folder / "judge_calls.parquet", partitioning=None).to_pylist():
+        for row in pq.read_table(file, partitioning=None).to_pylist():
             row["messages"] = [(m["role"], "".join(texts[p] for p in m["parts"])) for m in row["messages"]]
             row["reply"] = texts[row["reply"]]
             rows.append(row)
@@ -275,13 +219,12 @@ def read_calls(run: Path, steps: Iterable[int] | None = None) -> list[dict[str, 
 
 
 def read_table(run: Path, name: str, steps: Iterable[int] | None = None) -> pa.Table:
-    """One table over all steps, or over some.
+    """One table, of all steps or of some.
 
     Raises:
         FileNotFoundError: the run has no such table.
     """
-    folders = step_folders(run) if steps is None else [step_folder(run, s) for s in steps]
-    files = [f / f"{name}.parquet" for f in folders if (f / f"{name}.parquet").is_file()]
+    files = _files(run, name, steps)
     if not files:
         raise FileNotFoundError(f"no {name}.parquet under {run / 'archive'}")
     return pa.concat_tables([pq.read_table(f, partitioning=None) for f in files], promote_options="default")
@@ -289,27 +232,18 @@ def read_table(run: Path, name: str, steps: Iterable[int] | None = None) -> pa.T
 
 def read_trajectories(table: pa.Table) -> list[Trajectory]:
     """Rebuild trajectories from rows of the `trajectories` table."""
-    return [
-        Trajectory(
-            task=Task(
-                r["task_id"], r["instruction"], r["split"], r["scenario_id"], r["difficulty"],
-                json.loads(r["task_metadata"]),
-            ),
-            sample=r["sample"],
-            messages=tuple(Message(**m) for m in r["messages"]),
-            token_ids=tuple(r["token_ids"]),
-            step_of=tuple(r["step_of"]),
-            logprobs=tuple(r["logprobs"]),
-            steps=tuple(
-                Step(s["index"], (s["start"], s["stop"]), s["action"], s["observation"], s["turn"]) for s in r["steps"]
-            ),
-            termination=Termination(r["termination"]),
-            prompt_tokens=r["prompt_tokens"],
-            policy_version=r["policy_version"],
-            seed=r["seed"],
-            end_state=r["end_state"],
-            error=r["error"],
-            timings=json.loads(r["timings"]),
-        )
-        for r in table.to_pylist()
-    ]  # fmt: skip
+    return [_read_trajectory(row) for row in table.to_pylist()]
+
+
+def _read_trajectory(row: dict[str, Any]) -> Trajectory:
+    task = {name: row[name] for name in ("instruction", "split", "scenario_id", "difficulty")}
+    values = {n: row[n] for n in ("sample", "prompt_tokens", "policy_version", "seed", "end_state", "error")}
+    values |= {name: tuple(row[name]) for name in ("token_ids", "step_of", "logprobs")}
+    return Trajectory(
+        task=Task(id=row["task_id"], metadata=json.loads(row["task_metadata"]), **task),
+        messages=tuple(Message(**m) for m in row["messages"]),
+        steps=tuple(Step(span=(s.pop("start"), s.pop("stop")), **s) for s in row["steps"]),
+        termination=Termination(row["termination"]),
+        timings=json.loads(row["timings"]),
+        **values,
+    )

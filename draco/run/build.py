@@ -1,5 +1,4 @@
-"""What a configuration builds, and the life cycle of its stages: the only place that opens, checks, starts and closes
-them (`draco.stages`)."""
+"""The objects that a configuration builds, and the life cycle of its stages (`draco.stages`)."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Parts:
         """Tell every stage about the run.
 
         Args:
-            folder: of the run; the secret of the transcripts' delimiters is made there.
+            folder: of the run; the secret of the transcript delimiters is created there.
         """
         context = RunContext(
             folder=folder,
@@ -68,17 +67,17 @@ class Parts:
             stage.open(context)
 
     def check(self) -> None:
-        """Find what cannot work before anything large is loaded. Rank 0 does it for all."""
+        """Find what cannot work, on rank 0, before anything large is loaded."""
         for stage in self.stages:
             main_only(stage.check)
 
     def ready(self) -> None:
-        """The weights are loaded: start servers and what else needs the policy."""
+        """The weights are loaded: start servers and everything else that needs the policy."""
         for stage in self.stages:
             stage.ready(self.module.policy)
 
     def close(self) -> None:
-        """End everything that was started."""
+        """Release everything."""
         for stage in self.stages:
             stage.close()
         if self.evaluator is not None:
@@ -87,7 +86,7 @@ class Parts:
     # --- tasks ------------------------------------------------------------------------------------------------------
 
     def load_tasks(self) -> tuple[TaskLoader, EvalLoader]:
-        """Loaders of training and held-out tasks; needs the policy's tokenizer.
+        """Loaders of training and held-out tasks. The policy must be loaded, for its tokenizer.
 
         Raises:
             ConfigError: see `select_tasks` and `TaskLoader`.
@@ -114,15 +113,15 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
 
     Args:
         config: of the run.
-        sharded: the policy's weights are loaded in shards, by the trainer's strategy.
+        sharded: the trainer's strategy shards the policy's weights.
 
     Raises:
-        ConfigError: a part refuses its options.
-        StageError: a stage is missing or there twice.
+        ConfigError: an object refuses its options.
+        StageError: a stage is missing or present twice.
     """
     environment: Environment = instantiate(config.env.environment)
     evaluator: Evaluator | None = instantiate(config.env.get("evaluator"))
-    # Called here and not by Hydra, which would turn the frozen limits into a configuration node, slow to read.
+    # Not instantiated as one node: Hydra would turn the limits into a configuration node, which is slow to read.
     engine: Engine = instantiate(config.engine)
     rollout = instantiate(config.rollout, _partial_=True)(
         environment=environment, engine=engine, limits=instantiate(config.limits)
@@ -133,9 +132,8 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
     if stages.credit.needs_citations and not stages.rubric.gives_citations:
         log.warning(
             "credit=%s needs cited steps, which rubric=%s does not give: every trajectory keeps its uniform advantage",
-            config.credit.name,
-            config.rubric.name,
-        )
+            config.credit.name, config.rubric.name,
+        )  # fmt: skip
     module = GRPOModule(
         policy=instantiate(config.policy, _partial_=True, **({"sharded": True} if sharded else {})),
         optimizer=instantiate(config.optimizer),
@@ -150,10 +148,10 @@ def build(config: DictConfig, *, sharded: bool = False) -> Parts:
 
 
 def check_optimizer(module: GRPOModule) -> None:
-    """Build the optimizer once: it keeps no state yet, and refuses its options now instead of after an evaluation.
+    """Build the optimizer once, so that wrong options are found now and not after an evaluation.
 
     Raises:
-        ConfigError: it does, or its learning rate is out of range.
+        ConfigError: the optimizer refuses its options, or the learning rate is out of range.
     """
     try:
         optimizer = module.configure_optimizers()

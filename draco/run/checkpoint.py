@@ -5,11 +5,11 @@
         optimizer.safetensors       "PARAMETER/STATE" → tensor
         rng.safetensors             torch, numpy, python
         state.json                  counters, options of the optimizer, states of loader and stages
-        rank=0001/rng.safetensors, stages.json       the same of every further process
+        rank=0001/rng.safetensors, stages.json       random streams and states of stages of every further process
 
-A folder is written under a temporary name, reaches the disk and is renamed, so a half-written checkpoint is never
-picked up. The base weights are never gathered or written. Sampling is keyed by (seed, step, task, sample) and needs no
-random state; the process's own streams are kept all the same, for LoRA dropout and plug-ins.
+A folder is written under a temporary name, flushed and renamed, so a half-written checkpoint is never used. The base
+weights are never gathered or written. Sampling is keyed by (seed, step, task, sample) and needs no random state; the
+random streams are saved for LoRA dropout and plug-ins.
 
 Size: an adapter parameter takes 4 bytes in float32 and 8 for the two moments of AdamW. A rank-16 LoRA on all linear
 layers of a 27B model has 116.7M parameters: 1.40 GB a checkpoint. With the defaults (`keep_last` 3 and every epoch end)
@@ -49,12 +49,12 @@ _NAME = re.compile(r"step=(\d{6,})")
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` batches."""
+    """The folder of the checkpoint after `step` batches."""
     return run / "checkpoints" / f"step={step:06d}"
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """All complete checkpoints of a run, oldest first."""
     return sorted((p for p in (run / "checkpoints").glob("step=*") if _NAME.fullmatch(p.name)), key=_step)
 
 
@@ -63,7 +63,7 @@ def _step(folder: Path) -> int:
 
 
 def latest(run: Path) -> Path:
-    """Newest complete checkpoint.
+    """The newest complete checkpoint.
 
     Raises:
         ConfigError: there is none.
@@ -85,14 +85,14 @@ def save(
 ) -> Path:
     """Write a checkpoint after `step` batches and return its folder.
 
-    Of a sharded policy every rank must call it: the parts are gathered, and rank 0 writes.
+    If the policy is sharded, every rank must call this: the shards are gathered, and rank 0 writes.
 
     Args:
         run: run folder.
-        step: batches behind the weights.
+        step: number of batches that the weights were trained on.
         policy, optimizer: what is saved.
-        state: JSON-able rest.
-        rng: random streams, see `rng_state`; those of now if None.
+        state: everything else, as JSON values.
+        rng: random streams, see `rng_state`; None: the current ones.
         others: states of the stages and random streams of ranks 1, 2, …
     """
     folder = folder_of(run, step)
@@ -115,7 +115,7 @@ def save(
     content = {"step": step, "policy_version": policy.version, "optimizer": options, **state}
     (temporary / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     for number, (stages, streams) in enumerate(others, 1):
-        part = _of_rank(temporary, number)
+        part = temporary / _rank_folder(number)
         part.mkdir()
         save_file(dict(streams), part / "rng.safetensors")
         (part / "stages.json").write_text(json.dumps(stages, indent=1), encoding="utf-8")
@@ -127,29 +127,21 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Content of state.json.
 
     Raises:
-        ConfigError: it is missing or no JSON.
+        ConfigError: it is missing or not JSON.
     """
-    try:
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(folder, "state.json", error) from error
+    state: dict[str, Any] = _read_json(folder, "state.json")
     return state
 
 
-def _of_rank(folder: Path, number: int) -> Path:
-    return folder / f"rank={number:04d}"
+def _rank_folder(number: int) -> str:
+    return f"rank={number:04d}"
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:
-    """States of the stages, by class name, of every rank that the checkpoint was saved by."""
+    """States of the stages, by class name, of every rank that took part in saving the checkpoint."""
     state = read_state(folder)
-    found = [state["stages"]]
-    for number in range(1, state["world_size"]):
-        try:
-            found.append(json.loads((_of_rank(folder, number) / "stages.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise _damaged(folder, f"rank={number:04d}/stages.json", error) from error
-    return found
+    others = range(1, state["world_size"])
+    return [state["stages"], *(_read_json(folder, f"{_rank_folder(number)}/stages.json") for number in others)]
 
 
 def load(folder: Path, policy: Policy) -> None:
@@ -162,7 +154,7 @@ def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimize
     """Load the optimizer's tensors and options.
 
     Raises:
-        ConfigError: the file is missing, damaged, or of another adapter.
+        ConfigError: the file is missing, damaged, or belongs to another adapter.
     """
     tensors = _tensors(folder, "optimizer.safetensors")
     names = _names(policy)
@@ -180,7 +172,7 @@ def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimize
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The random streams of this process as tensors: torch (CPU and every GPU), numpy's and Python's global ones."""
+    """The random streams of this process as tensors: torch (CPU and every GPU), global numpy, and Python."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert (version, kind) == (3, "MT19937")
@@ -197,7 +189,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(folder: Path, number: int = 0) -> bool:
-    """Put the random streams of a rank back; False if the checkpoint was saved by fewer ranks.
+    """Restore the random streams of a rank; False if the checkpoint was saved by fewer ranks.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -205,7 +197,7 @@ def restore_rng(folder: Path, number: int = 0) -> bool:
     if number:
         if number >= read_state(folder)["world_size"]:
             return False
-        folder = _of_rank(folder, number)
+        folder = folder / _rank_folder(number)
     tensors = _tensors(folder, "rng.safetensors")
     torch.set_rng_state(tensors["torch"])
     gauss = tensors["python_gauss"].tolist()
@@ -222,38 +214,50 @@ def restore_rng(folder: Path, number: int = 0) -> bool:
 
 
 def digest(tasks: Iterable[Task]) -> str:
-    """Tells other training tasks from these."""
+    """A hash of the training tasks, to notice when they have changed."""
     return hashlib.sha256("\0".join(f"{t.id}\0{t.instruction}" for t in tasks).encode()).hexdigest()[:32]
 
 
 def size_of(policy: Policy) -> int:
-    """Bytes of a checkpoint: the adapter and two float32 moments a parameter."""
+    """Size of a checkpoint in bytes: the adapter, and two float32 moments for each parameter."""
     return sum(p.numel() * (p.element_size() + 8) for p in policy.parameters() if p.requires_grad)
 
 
 def kept(done: int, *, epoch: int, save_every: int, keep_last: int, keep_every: int) -> list[int]:
-    """Steps whose checkpoints are there after `done` batches.
+    """Steps whose checkpoints exist after `done` batches; for the arguments see `prune`.
 
     >>> kept(12, epoch=5, save_every=2, keep_last=2, keep_every=4)
     [4, 5, 8, 10, 12]
     """
     saved = [s for s in range(1, done + 1) if s % save_every == 0 or s % epoch == 0 or s == done]
-    return sorted({*saved[-keep_last:], *(s for s in saved if s % epoch == 0 or (keep_every and s % keep_every == 0))})
+    return _kept(saved, epoch, keep_last, keep_every)
 
 
-def prune(run: Path, keep_last: int, keep: frozenset[int], keep_every: int = 0) -> None:
-    """Delete checkpoints; the last few, epoch ends and every so many steps stay.
+def prune(run: Path, *, epoch: int, keep_last: int, keep_every: int = 0) -> None:
+    """Delete old checkpoints.
 
     Args:
         run: run folder.
-        keep_last: number of newest ones that stay.
-        keep: steps that stay (epoch ends).
-        keep_every: multiples of it stay; 0 = none.
+        epoch: batches of an epoch; checkpoints of epoch ends are kept.
+        keep_last: number of newest checkpoints that are kept.
+        keep_every: multiples of it are kept; 0 = none.
     """
-    for folder in checkpoints(run)[:-keep_last]:
-        step = _step(folder)
-        if step not in keep and not (keep_every and step % keep_every == 0):
+    folders = checkpoints(run)
+    keep = _kept([_step(folder) for folder in folders], epoch, keep_last, keep_every)
+    for folder in folders:
+        if _step(folder) not in keep:
             files.remove(folder)
+
+
+def _kept(saved: list[int], epoch: int, keep_last: int, keep_every: int) -> list[int]:
+    return sorted({*saved[-keep_last:], *(s for s in saved if s % epoch == 0 or (keep_every and s % keep_every == 0))})
+
+
+def _read_json(folder: Path, name: str) -> Any:
+    try:
+        return files.read_json(folder / name)
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, name, error) from error
 
 
 def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
@@ -265,7 +269,7 @@ def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 def _damaged(folder: Path, name: str, error: Exception) -> ConfigError:
     reason = "not found" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-    return ConfigError(f"checkpoint {folder} is damaged: {name}: {reason}; delete that folder to use the one before")
+    return ConfigError(f"checkpoint {folder} is damaged: {name}: {reason}; delete that folder to use an older one")
 
 
 def _names(policy: Policy) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""What a run will need on disk, checked before its first rollout."""
+"""The disk space that a run needs, checked before its first rollout."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["check_disk"]
 
 log = logging.getLogger("draco")
 
-#: Archive bytes a token of the longest allowed trajectory: ids, spans and log-probs, and the text, once in the
-#: transcript and about four times in judge calls, compressed. On `desk` they measure 32 a token.
+#: Bytes in the archive for a token of the longest allowed trajectory: ids, spans and log-probs, and the text, once in
+#: the transcript and about four times in judge calls, compressed. Measured on `desk`: 32.
 _BYTES_PER_TOKEN = 45
 
 
 def check_disk(
     run: Path, policy: Policy, loader: TaskLoader, options: Mapping[str, Any], max_tokens: int, *, refuse: bool
 ) -> str:
-    """Log in one line what the run will need, and refuse to start a run that cannot end.
+    """Log in one line what the run will need, and refuse a run that would fill the disk.
 
-    The size of checkpoints is exact. That of the archive is measured on the steps that are there; before the first
-    step it is an upper bound, which alone refuses nothing.
+    The size of checkpoints is exact. The size of the archive is measured on existing steps; before the first step it is
+    an upper bound, for which no run is refused.
 
     Args:
         run: run folder.
-        policy: whose adapter is saved.
+        policy: its adapter is saved.
         loader: steps, epochs and sizes of the run.
-        options: save_every, keep_last and keep_every.
-        max_tokens: longest possible trajectory.
+        options: `checkpoint` of the configuration.
+        max_tokens: of the longest possible trajectory.
         refuse: raise if the disk is too small; otherwise only warn.
 
     Returns:
@@ -46,8 +46,10 @@ def check_disk(
         ConfigError: the free disk is too small.
     """
     size, left = size_of(policy), loader.steps - loader.position
-    steps = kept(loader.steps, epoch=loader.steps_per_epoch, **{k: options[k] for k in _OPTIONS})
-    count = max(len(steps) + 1 - len(checkpoints(run)), 1)  # one more is there while the oldest is not yet deleted
+    steps = kept(
+        loader.steps, epoch=loader.steps_per_epoch, **{k: options[k] for k in ("save_every", "keep_last", "keep_every")}
+    )
+    count = max(len(steps) + 1 - len(checkpoints(run)), 1)  # one more exists until the oldest is deleted
     folders = step_folders(run)
     if folders:
         each = sum(f.stat().st_size for folder in folders for f in folder.iterdir()) / len(folders)
@@ -60,18 +62,15 @@ def check_disk(
         f"{_size(each)} a step, {left} steps to go = {_size(each * left)}; {_size(free)} free in {run}"
     )
     log.info("%s", line)
-    sure = size * count + (each * left if folders else 0.0)
-    if sure > free and refuse:
+    needed = size * count + each * left
+    if refuse and (needed if folders else size * count) > free:
         raise ConfigError(
             f"{line}: too small; free some, choose another run=, keep fewer checkpoints (checkpoint.save_every, "
             "keep_last, keep_every), or set checkpoint.check_disk=false"
         )
-    if size * count + each * left > free:
-        log.warning("the disk may be too small for this run; it can be resumed after room was made")
+    if needed > free:
+        log.warning("the disk may be too small for this run; if it fills up, free some space and resume the run")
     return line
-
-
-_OPTIONS = ("save_every", "keep_last", "keep_every")
 
 
 def _size(number: float) -> str:

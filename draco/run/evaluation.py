@@ -24,9 +24,9 @@ def evaluate(
 
     Args:
         parts: of the run; its rollout stage is ready.
-        trainer: that places the model; see `evaluation_trainer`.
+        trainer: see `evaluation_trainer`.
         held_out: the tasks.
-        split: their name.
+        split: name of their split, for the record.
         prices: of the policy's tokens; None: the cost is unknown.
 
     Returns:
@@ -48,7 +48,7 @@ def evaluation_trainer(make: Any, parts: Parts, run: Path) -> Trainer:
     """A trainer that only evaluates.
 
     Args:
-        make: `lightning.pytorch.Trainer`, or a partial of it that says where.
+        make: `lightning.pytorch.Trainer`, or a partial of it with devices and strategy.
         parts: of the run.
         run: its folder.
     """

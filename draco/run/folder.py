@@ -1,4 +1,4 @@
-"""The run folder: created once, never overwritten by accident, used by one job at a time, secrets redacted."""
+"""The run folder: its lock, its config.yaml, overwriting it, and going on with it (resume)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from draco.config.compose import stored_config
 from draco.core import files
@@ -29,39 +29,32 @@ __all__ = [
 
 log = logging.getLogger("draco")
 
-_SECRET = re.compile(r"(key|token|secret|password|credential)s?$", re.IGNORECASE)
-#: of a URL: user:password@
-_PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-#: how judge calls are carried and what they may cost: a resume may change it, for no reply depends on it
+_REDACTED = "<redacted>"
+_SECRET = re.compile(r"(key|token|secret|password|credential)s?$", re.IGNORECASE)  #: names of options with a secret
+_PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")  #: user:password of a URL
+#: judge options that change no reply, only how calls are sent and what they may cost
 _JUDGE = (
     "api_base", "concurrency", "requests_per_min", "tokens_per_min", "timeout_s", "max_retries", "max_usd",
     "max_tokens_total", "on_model_change", "max_failed_share", "prices", "deadline_s", "group_deadline_s", "fallbacks",
     "fallback_s",
 )  # fmt: skip
-#: what a resume may change: length and placement
+#: options that a resume may change
 RESUMABLE = (
-    "steps",
-    "trainer",
-    "distributed",
-    "logger",
-    "checkpoint",
-    "preflight",
-    *(f"judge.{name}" for name in _JUDGE),
-)
+    "steps", "trainer", "distributed", "logger", "checkpoint", "preflight", *(f"judge.{name}" for name in _JUDGE),
+)  # fmt: skip
 _LOCK = "lock"
-#: what a run makes before it loads anything
-_MADE_FIRST = frozenset({_LOCK, "config.yaml", "transcript_secret", "judge"})
-_REDACTED = "<redacted>"
+#: what a run creates before it loads anything
+_CREATED_FIRST = frozenset({_LOCK, "config.yaml", "transcript_secret", "judge"})
 
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Keep a run folder to this job. The lock of a dead process is taken over.
+    """This job alone uses the run folder within. The lock of a dead process is taken over.
 
-    The kernel frees the lock when its process ends, however it ends; the file names the process for the error message.
+    The kernel frees the lock when its process ends; the lock file names the process, for the error message.
 
     Raises:
-        ConfigError: a live process has it.
+        ConfigError: a live process uses the folder.
     """
     path = run / _LOCK
     descriptor = _acquire(run, path)
@@ -83,7 +76,7 @@ def _acquire(run: Path, path: Path) -> int:
         run.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # the job before has just taken its empty folder away
+        except FileNotFoundError:  # the job before has just removed its empty folder
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,9 +84,9 @@ def _acquire(run: Path, path: Path) -> int:
             owner = _owner(os.pread(descriptor, 4096, 0))
             os.close(descriptor)
             raise ConfigError(f"{run} is in use by process {owner}; wait for it to end, or stop it") from None
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # a file system that cannot lock
             log.warning("%s cannot be locked (%s): do not start a second job on it", run, error.strerror)
-        with suppress(FileNotFoundError):  # its last owner may have removed the file between our open and our lock
+        with suppress(FileNotFoundError):  # the last owner may have removed the file after we opened it
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         os.close(descriptor)
@@ -108,22 +101,26 @@ def _owner(content: bytes) -> str:
 
 
 def _holds_something(run: Path) -> bool:
-    """Other than what a job leaves that ended before it had made anything."""
-    return any(p.name not in _MADE_FIRST and p.suffix != ".tmp" for p in run.iterdir())
+    """Whether there is more than what a job leaves that ended at its very start."""
+    return any(p.name not in _CREATED_FIRST and p.suffix != ".tmp" for p in run.iterdir())
 
 
 def discard_empty(run: Path) -> None:
-    """Remove what a run made before its configuration was refused; a folder that holds more stays as it is."""
+    """Remove what a run wrote before its configuration was refused. A folder that holds more is left alone."""
     if run.is_dir() and not _holds_something(run):
         for path in run.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.name != _LOCK:
+        path.unlink()
 
 
 def check_free(run: Path, *, overwrite: bool) -> bool:
-    """Whether the folder holds something that `overwrite` may delete.
+    """Whether the folder holds something, which `overwrite` may delete.
 
     Raises:
         ConfigError: it holds something and may not be overwritten.
@@ -141,120 +138,104 @@ def check_free(run: Path, *, overwrite: bool) -> bool:
 
 
 def prepare(run: Path, *, overwrite: bool) -> None:
-    """Make an empty run folder.
+    """Create an empty run folder.
 
     Raises:
         ConfigError: see `check_free`.
     """
     if check_free(run, overwrite=overwrite):
-        for path in sorted(run.iterdir(), key=lambda p: p.name == "config.yaml"):  # last: it marks a run
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()
+        for path in sorted(run.iterdir(), key=lambda p: p.name == "config.yaml"):  # config.yaml last
+            _delete(path)
     run.mkdir(parents=True, exist_ok=True)
 
 
 def write_config(config: DictConfig, run: Path) -> None:
-    """config.yaml: resolved, secrets redacted."""
+    """Write config.yaml: resolved, without secrets."""
     content = OmegaConf.create(redacted(config))
     OmegaConf.update(content, "resume", None)
     files.write_text(run / "config.yaml", OmegaConf.to_yaml(content))
 
 
 def redacted(config: DictConfig) -> Any:
-    """The resolved configuration as plain containers, secret-looking values replaced."""
-    return _redact(OmegaConf.to_container(config, resolve=True))
+    """The resolved configuration as plain containers, without secrets."""
+
+    def redact(name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return _REDACTED if _SECRET.search(name) and value else _PASSWORD.sub(_REDACTED, value)
+
+    return _mapped(OmegaConf.to_container(config, resolve=True), redact)
 
 
-def _redact(node: Any) -> Any:
-    if isinstance(node, str):
-        return _PASSWORD.sub(_REDACTED, node)
+def _mapped(node: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A copy of nested containers with every value replaced by `change(its key, value)`; list items have no key."""
     if isinstance(node, dict):
-        return {
-            k: _REDACTED if _SECRET.search(str(k)) and isinstance(v, str) and v else _redact(v) for k, v in node.items()
-        }
-    return [_redact(v) for v in node] if isinstance(node, list) else node
+        return {key: _mapped(value, change, str(key)) for key, value in node.items()}
+    return [_mapped(value, change) for value in node] if isinstance(node, list) else change(name, node)
 
 
 def resume_config(folder: Path, given: DictConfig, overrides: list[str]) -> DictConfig:
-    """Configuration of the run to resume, with only `steps` and placement taken from the command line.
+    """The configuration of the run to resume, changed by the overrides that a resume may have.
+
+    Args:
+        folder: of the run.
+        given: configuration composed from the overrides.
+        overrides: of the command line.
 
     Raises:
-        ConfigError: no such run, or an override that a resume may not change.
+        ConfigError: no such run, an override that a resume may not change, or a secret is missing.
     """
     config = stored_config(folder, "resume")
     names = [o.split("=", 1)[0].lstrip("+~") for o in overrides]
-    secret = [n for n in names if _SECRET.search(n)]
-    wrong = [n for n in names if n not in {"resume", "run", *secret} and not n.startswith(RESUMABLE)]
-    if wrong:
+    secrets = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in names if _SECRET.search(n)}
+    changes = [n for n in names if n not in {"resume", "run"} and not _SECRET.search(n)]
+    if wrong := [n for n in changes if not n.startswith(RESUMABLE)]:
         raise ConfigError(
             f"resume={folder} goes on with the run's own configuration; {', '.join(wrong)} cannot change "
             f"(only {', '.join(RESUMABLE)} can): start a new run instead"
         )
-    if "distributed" not in config and "distributed" in given:  # of a run that an older version began
-        config.distributed = given.distributed
-    for name in names:
-        if name in {"resume", "run", *secret}:
-            continue
+    for name in changes:
         key = name.split("@")[0]
-        value = OmegaConf.select(given, key)
-        OmegaConf.update(config, key, value, merge=False, force_add=True)  # a trainer replaces the other as a whole
-        for copy in (f"callbacks.{key}", f"rubric.{key}"):  # stored resolved: the parts have copies of their own
-            if OmegaConf.select(config, copy.rpartition(".")[0]) is not None and (
-                key.startswith("judge.") or OmegaConf.select(config, copy) is not None
-            ):
-                OmegaConf.update(config, copy, value, force_add=True)
-        guard = "rubric.max_failed_share"  # a copy of the judge's, or in place of it
-        if key == "judge.max_failed_share" and OmegaConf.select(config, guard) is not None:
-            OmegaConf.update(config, guard, value)
-    again = {n.rsplit(".", 1)[-1]: OmegaConf.select(given, n) for n in secret}
-    config = DictConfig(_restored(OmegaConf.to_container(config), again))
-    if missing := sorted({n for n in _redacted_names(config) if n not in again}):
-        raise ConfigError(f"resume={folder}: {', '.join(missing)} is not kept in a run folder; give it again")
-    moved = _moved(OmegaConf.to_container(config), config.run, str(folder))
-    return DictConfig({**moved, "run": str(folder), "resume": str(folder), "overwrite": False})
+        _change(config, key, OmegaConf.select(given, key))
+    old, missing = config.run, set[str]()
+
+    def restore(name: str, value: Any) -> Any:
+        if value == _REDACTED:
+            missing.update({name} - secrets.keys())
+            return secrets.get(name, value)
+        if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):  # the folder may have moved
+            return str(folder) + value.removeprefix(old)
+        return value
+
+    restored = _mapped(OmegaConf.to_container(config), restore)
+    if missing:
+        raise ConfigError(f"resume={folder}: {', '.join(sorted(missing))} is not kept in a run folder; give it again")
+    return DictConfig({**restored, "run": str(folder), "resume": str(folder), "overwrite": False})
 
 
-def _moved(node: Any, old: str, new: str) -> Any:
-    """`node` with the path of the run folder, which its parts have stored resolved, replaced by where it is now."""
-    if isinstance(node, dict):
-        return {k: _moved(v, old, new) for k, v in node.items()}
-    if isinstance(node, list):
-        return [_moved(v, old, new) for v in node]
-    if isinstance(node, str) and (node == old or node.startswith(f"{old}/")):
-        return new + node.removeprefix(old)
-    return node
-
-
-def _restored(node: Any, secrets: dict[str, Any]) -> Any:
-    """`node` with the redacted values that were given again, by the last part of their name."""
-    if isinstance(node, dict):
-        return {k: secrets.get(k, v) if v == _REDACTED else _restored(v, secrets) for k, v in node.items()}
-    return [_restored(v, secrets) for v in node] if isinstance(node, list) else node
-
-
-def _redacted_names(node: Any, name: str = "") -> Iterator[str]:
-    if isinstance(node, DictConfig):
-        for key, value in node.items():
-            yield from _redacted_names(value, str(key))
-    elif isinstance(node, ListConfig):
-        for value in node:
-            yield from _redacted_names(value, name)
-    elif node == _REDACTED:
-        yield name
+def _change(config: DictConfig, key: str, value: Any) -> None:
+    """Set an option, and the copies of it in other sections: a stored configuration has no interpolations."""
+    OmegaConf.update(config, key, value, merge=False, force_add=True)  # replaces a whole section such as `trainer`
+    for copy in (f"callbacks.{key}", f"rubric.{key}"):
+        if OmegaConf.select(config, copy.rpartition(".")[0]) is not None and (
+            key.startswith("judge.") or OmegaConf.select(config, copy) is not None
+        ):
+            OmegaConf.update(config, copy, value, force_add=True)
+    share = "rubric.max_failed_share"  # a rubric may have this option itself
+    if key == "judge.max_failed_share" and OmegaConf.select(config, share) is not None:
+        OmegaConf.update(config, share, value)
 
 
 def set_aside(run: Path, step: int, *, goes_on: bool) -> None:
-    """Move what lies beyond the checkpoint to ``aside/TIME/``, so that the step is made and recorded anew.
+    """Move everything later than the checkpoint to ``aside/TIME/``, because the run will write it again.
 
-    Archive steps, rows of metrics.csv and evaluations of later steps; what a run writes at its end; a half-written file
-    is deleted.
+    These are archive steps, rows of metrics.csv, evaluations of later steps, and what a run writes at its end.
+    Half-written files are deleted.
 
     Args:
         run: run folder.
-        step: batches behind the checkpoint.
-        goes_on: more steps follow, so that an evaluation after the last one is out of date.
+        step: number of batches done at the checkpoint.
+        goes_on: more steps follow, so the evaluation after the last step is out of date.
     """
     for pattern in ("archive/*.tmp", "checkpoints/*.tmp", "*.tmp"):
         for path in run.glob(pattern):
@@ -273,8 +254,8 @@ def set_aside(run: Path, step: int, *, goes_on: bool) -> None:
     for path in (*archived, *evaluations, *(p for p in ends if p.is_file())):
         target = aside / path.relative_to(run)
         target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
         moved.append(str(path.relative_to(run)))
+        path.rename(target)
     if rows := _cut_metrics(run / "metrics.csv", step, aside):
         moved.append(rows)
     if moved:
@@ -282,7 +263,11 @@ def set_aside(run: Path, step: int, *, goes_on: bool) -> None:
 
 
 def _cut_metrics(path: Path, step: int, aside: Path) -> str:
-    """Drop later rows, and the closing figures, which the last step gets again; the old file is kept."""
+    """Remove later rows and the final figures (`summary/`) from metrics.csv; the old file is copied to `aside`.
+
+    Returns:
+        what was removed, in words; empty if nothing was.
+    """
     columns, rows = read_metrics(path)
     kept = [
         {k: "" if k.startswith("summary/") else v for k, v in row.items()} for row in rows if int(row["step"]) <= step

@@ -1,6 +1,6 @@
-"""`python -m draco.run.healthcheck`: is the job alive and able to write? Cheap: neither torch nor litellm loads.
+"""`python -m draco.run.healthcheck`, for the container: 0 while a draco process runs and the working folder is writable.
 
-Exit status 0 while a draco process is there and the working folder takes files, 1 otherwise.
+Fast: it imports neither torch nor litellm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["healthy"]
 
 
 def healthy(proc: Path = Path("/proc"), folder: Path = Path()) -> str:
-    """What is wrong, or nothing."""
+    """What is wrong; empty if nothing is."""
     names = ("draco", "train.py")
     running = False
     for entry in proc.iterdir():

@@ -1,10 +1,11 @@
-"""Where a run takes place: which processes, which strategy, whose weights; from the configuration and the launcher."""
+"""The processes of a run: how many, where, with which strategy; and their download of the weights."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from draco.core.distributed import barrier, launched, local_rank, main_only, wor
 from draco.core.errors import ConfigError
 from draco.policy.sharding import ShardedStrategy
 
-__all__ = ["fetch_weights", "launch_processes", "nearest", "on_gpu", "place", "processes", "say_shares", "sharded"]
+__all__ = ["fetch_weights", "launch_processes", "nearest", "on_gpu", "place", "processes", "sharded", "warn_uneven"]
 
 log = logging.getLogger("draco")
 
@@ -39,25 +40,31 @@ def on_gpu(config: DictConfig) -> bool:
 
 
 def processes(config: DictConfig) -> tuple[int, int]:
-    """Processes on a node, and nodes, that the trainer asks for."""
-    devices: Any = config.trainer.get("devices", 1)
-    if isinstance(devices, ListConfig):
-        local = len(devices)
-    elif devices in ("auto", -1, "-1"):
+    """Number of processes on a node, and number of nodes, that the trainer asks for."""
+    devices = _devices(config)
+    if devices is None:
         import torch
 
         local = torch.cuda.device_count() if on_gpu(config) else 1
     else:
-        local = int(devices)
+        local = len(devices)
     return local, int(config.trainer.get("num_nodes", 1))
 
 
+def _devices(config: DictConfig) -> Sequence[int] | None:
+    """Indices of the devices that the trainer asks for; None: all that there are."""
+    devices: Any = config.trainer.get("devices", 1)
+    if isinstance(devices, ListConfig):
+        return [int(d) for d in devices]
+    return None if devices in ("auto", -1, "-1") else range(int(devices))
+
+
 def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool) -> None:
-    """Replace this process by torchrun where the trainer wants several processes on this machine.
+    """Replace this process by torchrun, if the trainer wants several processes on this machine.
 
     Raises:
-        ConfigError: it wants several machines, or GPUs that this one does not have, the job is one of a sweep, or the
-            configuration cannot work: said once here, and not by every process after they have all started.
+        ConfigError: the trainer wants several machines or GPUs that this machine does not have, the job is one of a
+            sweep, or the configuration cannot work. It is raised here, once, and not by each of the processes.
     """
     local, nodes = processes(config)
     if launched() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -78,26 +85,19 @@ def launch_processes(config: DictConfig, overrides: list[str], *, sweeping: bool
     _check_gpus(config)
     _check_strategy(config)
     named = any(o.split("=", 1)[0] in {"run", "resume"} for o in overrides)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(local),
-        sys.argv[0],
-    ]
+    arguments = [*sys.argv, *([] if named else [f"run={config.run}"])]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(local)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [*command, *sys.argv[1:], *([] if named else [f"run={config.run}"])])
+    os.execv(sys.executable, [sys.executable, *launcher, *arguments])
 
 
 def place(config: DictConfig) -> None:
-    """Give the trainer the processes that the launcher started, and refuse what cannot work with them.
+    """Set the trainer's devices and nodes to the processes that the launcher started.
 
     Raises:
-        ConfigError: the strategy knows one process, this machine lacks the GPUs, or the engine cannot sample from
-            shards.
+        ConfigError: the strategy is for one process, this machine lacks the GPUs, or the engine cannot sample from a
+            sharded policy.
     """
     if launched() > 1:
         _check_strategy(config)
@@ -122,28 +122,25 @@ def _check_strategy(config: DictConfig) -> None:
 
 
 def _check_gpus(config: DictConfig) -> None:
-    """torch itself says no more than that some function is missing, in every process."""
+    """torch's own error, in every process, would only say that some function is missing."""
     if not on_gpu(config):
         return
     import torch
 
-    devices: Any = config.trainer.get("devices", 1)
-    have = torch.cuda.device_count()
-    if isinstance(devices, ListConfig):
-        needed = max((int(d) + 1 for d in devices), default=0)
-    else:
-        needed = 1 if devices in ("auto", -1, "-1") else int(devices)
+    devices, have = _devices(config), torch.cuda.device_count()
+    needed = 1 if devices is None else max(devices, default=-1) + 1
     if needed > have:
+        asked = config.trainer.get("devices", 1)
         expected = f"trainer.devices up to {have}" if have else "a machine with GPUs"
-        split = "; leave out placement=split, which sets trainer.devices" if isinstance(devices, ListConfig) else ""
+        split = "; leave out placement=split, which sets trainer.devices" if isinstance(asked, ListConfig) else ""
         raise ConfigError(
-            f"trainer.devices={devices} but this machine has {have} GPUs; expected {expected}; choose trainer=cpu to "
+            f"trainer.devices={asked} but this machine has {have} GPUs; expected {expected}; choose trainer=cpu to "
             f"train without GPUs{split}"
         )
 
 
 def nearest(tasks: int, ranks: int) -> tuple[int, ...]:
-    """Numbers of tasks around `tasks` that every rank gets an equal share of.
+    """The numbers of tasks nearest to `tasks` that can be divided evenly among the ranks.
 
     >>> nearest(16, 3)
     (15, 18)
@@ -152,8 +149,8 @@ def nearest(tasks: int, ranks: int) -> tuple[int, ...]:
     return tuple(n for n in (below, below + ranks) if n)
 
 
-def say_shares(tasks: int, ranks: int) -> None:
-    """Warn once where ranks get unequal numbers of tasks: correct, but the smaller shares wait for the larger."""
+def warn_uneven(tasks: int, ranks: int) -> None:
+    """Warn if ranks get unequal numbers of tasks: the result is right, but some ranks wait for others."""
     if tasks % ranks:
         log.warning(
             "tasks_per_step=%d on %d ranks: shares of %d and %d tasks, so some ranks wait%s; nearest even: %s",
@@ -163,7 +160,7 @@ def say_shares(tasks: int, ranks: int) -> None:
 
 
 def fetch_weights(config: DictConfig) -> None:
-    """Download a hub model once a node, at the commit that rank 0 sees, before all processes read it."""
+    """Download a hub model once on every node, at the commit that rank 0 sees, before the processes read it."""
     path = str(config.policy.get("path", ""))
     if world_size() == 1 or path.startswith("pkg://") or Path(path).expanduser().is_dir():
         return

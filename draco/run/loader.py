@@ -1,4 +1,4 @@
-"""A sized, resumable loader of task batches: a pure function of (seed, batch number), so its state is one integer."""
+"""Batches of tasks for training and evaluation. A batch depends only on the seed and its number."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger("draco")
 
 
 class TaskLoader:
-    """Training batches: every epoch is a new permutation of the tasks, cut into whole batches, remainder dropped.
+    """Training batches: every epoch is a new permutation of the tasks, cut into full batches; the remainder is dropped.
 
     Args:
         tasks: the training split.
         steps: number of batches of the run.
-        tasks_per_step: tasks of a batch.
+        tasks_per_step: tasks in a batch.
         group_size: G.
         seed: of the permutations.
         temperature: sampling temperature.
@@ -54,15 +54,15 @@ class TaskLoader:
         self.tasks, self.steps = tuple(tasks), steps
         self.tasks_per_step, self.group_size = tasks_per_step, group_size
         self.seed, self.temperature = seed, temperature
-        self.position = 0  #: batches consumed
+        self.position = 0  #: number of batches done
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of one pass over the tasks."""
+        """Number of batches in one pass over the tasks."""
         return len(self.tasks) // self.tasks_per_step
 
     def batch(self, number: int) -> TaskBatch:
-        """Batch `number`, 0-based."""
+        """The batch with this 0-based number."""
         epoch, offset = divmod(number, self.steps_per_epoch)
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.tasks))
         chosen = order[offset * self.tasks_per_step : (offset + 1) * self.tasks_per_step]
@@ -84,7 +84,7 @@ class TaskLoader:
 
 
 class EvalLoader:
-    """All evaluation tasks as one batch, n runs a task."""
+    """All evaluation tasks as one batch, with n rollouts of each."""
 
     def __init__(self, tasks: Sequence[Task], *, n: int, temperature: float, purpose: str = "eval") -> None:
         if n < 1:
@@ -98,7 +98,7 @@ class EvalLoader:
         yield self._batch
 
 
-SHOWN_IDS = 5  #: task ids in a message
+SHOWN_IDS = 5  #: number of task ids in a message
 
 
 def select_tasks(
@@ -111,17 +111,17 @@ def select_tasks(
     *,
     may_outgrow: bool = False,
 ) -> list[Task]:
-    """Tasks of a split whose prompt fits; the others are counted, and the first ones named.
+    """Tasks of a split whose prompt fits; a warning counts the others and names the first ones.
 
     Args:
         environment, policy: of the run.
         split: of the environment.
-        limit: the first so many tasks; None = all.
-        max_prompt, max_response: tokens, of `limits`.
-        may_outgrow: of a run that goes on with limits which it cannot change any more.
+        limit: number of tasks to take from the start of the split; None = all.
+        max_prompt, max_response: `limits`, in tokens.
+        may_outgrow: rollouts may exceed the policy's context (a resumed run cannot change its limits).
 
     Raises:
-        ConfigError: no such split, an empty one, no prompt fits, or a rollout may outgrow the policy's context.
+        ConfigError: no such split, it is empty, no prompt fits, or a rollout may exceed the policy's context.
     """
     tasks = environment.tasks(split)[:limit]
     if not tasks:

@@ -1,4 +1,4 @@
-"""Where metrics go. Both loggers take our own batch counter as x, never Lightning's, and never go back."""
+"""Metrics in metrics.csv and in Weights & Biases. Steps are our own batch counter, not Lightning's."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ log = logging.getLogger("draco")
 
 
 def read_metrics(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a metrics file; a last line that a kill cut off is left out."""
+    """Columns and rows of a metrics file, without an incomplete last line."""
     if not path.is_file():
         return ["step"], []
-    whole = path.read_bytes().rpartition(b"\n")[0].decode("utf-8")
-    reader = csv.DictReader(io.StringIO(whole, newline=""))
+    complete = path.read_bytes().rpartition(b"\n")[0].decode("utf-8")
+    reader = csv.DictReader(io.StringIO(complete, newline=""))
     rows = [dict(row) for row in reader if None not in row and (row["step"] or "").isdigit()]
     return list(reader.fieldnames or ["step"]), [{k: v or "" for k, v in row.items()} for row in rows]
 
 
 def write_metrics(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a whole metrics file."""
+    """Write a metrics file atomically."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
@@ -44,10 +44,10 @@ def write_metrics(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str
 
 
 class MetricsCsv(Logger):
-    """``metrics.csv``: one row a step, a column a metric; always written, whatever other logger runs.
+    """``metrics.csv``: a row for each step, a column for each metric; always written, beside any other logger.
 
-    A metric that first appears later gets a column, and earlier rows stay empty there. A row is on the disk before its
-    checkpoint is. Goes on with the file that is there.
+    A metric that first appears in a later step gets a new column, which is empty in earlier rows. A row is flushed to
+    disk before the checkpoint of its step is written. An existing file is continued.
 
     Args:
         run: run folder.
@@ -56,12 +56,10 @@ class MetricsCsv(Logger):
     def __init__(self, run: str) -> None:
         super().__init__()
         self.path = Path(run) / "metrics.csv"
-        self._columns: list[str]
-        self.rows: list[dict[str, Any]]
         self._columns, rows = read_metrics(self.path)
-        self.rows = list(rows)
+        self.rows: list[dict[str, Any]] = list(rows)
         if self.path.is_file():
-            write_metrics(self.path, self._columns, self.rows)  # without a cut-off line
+            write_metrics(self.path, self._columns, self.rows)  # without an incomplete last line
 
     @property
     def name(self) -> str:
@@ -72,12 +70,12 @@ class MetricsCsv(Logger):
         return 0
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml holds them."""
+        """Does nothing: config.yaml has them."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         row = {"step": step, **metrics}
         new = sorted(row.keys() - set(self._columns))
-        # Metrics of one step may come in several calls (training, then validation).
+        # One step may be logged in several calls (training, then validation).
         if self.rows and str(self.rows[-1]["step"]) == str(step):
             self.rows[-1] |= row
             rewrite = True
@@ -97,18 +95,19 @@ class MetricsCsv(Logger):
 class WandbMetrics(Logger):
     """Weights & Biases, with our batch counter as its step.
 
-    W&B takes no step twice and none after a later one. So the metrics of a step are gathered and sent as one row when
-    the next step begins; the last step sent is kept in the run folder. After a resume, steps that an attempt had sent
-    before it was killed are not sent again, and steps that it had not are sent from ``metrics.csv``.
+    W&B accepts each step once and in order. So the metrics of a step are collected and sent as one row when the next
+    step begins. The number of the last step sent is stored in the run folder: after a resume, steps that were sent
+    before are not sent again, and steps that are missing are sent from ``metrics.csv``.
 
-    Every `tables_every` steps two tables go with the row: sampled rollouts and criteria, of that step and all such
-    steps before it (W&B shows the latest table only). At the end the summary follows, and report.html as an artifact.
+    Every `tables_every` steps two tables are sent with the row: sampled rollouts and criteria, of this step and of all
+    earlier such steps (W&B shows only the latest table). At the end the summary is sent, and report.html as an
+    artifact.
 
     Args:
         run: run folder.
         options: of `wandb.init`.
         tables_every: steps between tables; 0 = none.
-        table_rollouts: rollouts a step in the table.
+        table_rollouts: rollouts of a step in the table.
     """
 
     def __init__(self, run: Path, options: Mapping[str, Any], tables_every: int = 0, table_rollouts: int = 4) -> None:
@@ -144,19 +143,17 @@ class WandbMetrics(Logger):
         return self._experiment
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml holds them."""
+        """Does nothing: config.yaml has them."""
 
     def start(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Open the run and send what it lacks of the rows up to the checkpoint."""
+        """Open the run and send the rows up to the checkpoint that it does not have yet."""
         _ = self.experiment
         last = 0
         for row in rows:
             last = int(row["step"])
             self.log_metrics({k: float(v) for k, v in row.items() if k != "step" and v != ""}, last)
         if self._sent > last:
-            log.info(
-                "wandb has steps %d to %d already; they stay as they are and are not sent again", last + 1, self._sent
-            )
+            log.info("wandb already has steps %d to %d; they are not sent again", last + 1, self._sent)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = self._step if step is None else step
@@ -168,16 +165,14 @@ class WandbMetrics(Logger):
         self._row |= metrics
 
     def flush(self) -> None:
-        """Send the row that is being gathered."""
+        """Send the collected row."""
         if self._row:
             self.experiment.log(self._row | self._tables(), step=self._step, commit=True)
             self._sent, self._row = self._step, {}
-            temporary = self._mark.with_name(self._mark.name + ".tmp")
-            temporary.write_text(str(self._sent), encoding="utf-8")
-            temporary.replace(self._mark)
+            files.write_text(self._mark, str(self._sent))
 
     def _tables(self) -> dict[str, Any]:
-        """Tables that are due with the row of this step. Its archive is on disk: a row is sent when the next begins."""
+        """The tables that are sent with the row of this step, whose archive is written by now."""
         if not self._tables_every or self._step < 1 or self._step % self._tables_every:
             return {}
         import wandb
@@ -185,7 +180,7 @@ class WandbMetrics(Logger):
         from draco.run.samples import COLUMNS, sample_rows
 
         for step in range(self._tables_every, self._step + 1, self._tables_every):
-            if step not in self._samples:  # after a resume: the earlier ones again
+            if step not in self._samples:  # after a resume: read earlier ones again
                 self._samples[step] = sample_rows(self._run, step, self._table_rollouts)
         return {
             name: wandb.Table(
@@ -195,7 +190,7 @@ class WandbMetrics(Logger):
         }
 
     def _finish(self) -> None:
-        """The summary, and the report as an artifact, where they are there."""
+        """Send the summary, and the report as an artifact, if they exist."""
         summary, report = self._run / "summary.json", self._run / "report.html"
         if summary.is_file():
             content = json.loads(summary.read_text(encoding="utf-8"))
@@ -208,7 +203,7 @@ class WandbMetrics(Logger):
             self._experiment.log_artifact(artifact)
 
     def close(self) -> None:
-        """Send what is left and end the run."""
+        """Send the last row and end the run."""
         self.flush()
         if self._experiment is not None:
             self._finish()
@@ -226,7 +221,7 @@ def wandb_logger(
     table_rollouts: int = 4,
     **options: Any,
 ) -> WandbMetrics:
-    """A W&B logger whose files lie inside the run folder and whose run id is kept there for resumes.
+    """A W&B logger. Its files, and its run id for a resume, are in the run folder.
 
     Args:
         run: run folder.
@@ -257,7 +252,7 @@ def wandb_logger(
             "group": group,
             "mode": mode,
             "resume": "allow",
-            "settings": {"x_disable_meta": True},  # it holds the command line, which may hold a key
+            "settings": {"x_disable_meta": True},  # the metadata include the command line, which may contain a key
             **options,
         },
         tables_every,
@@ -266,7 +261,7 @@ def wandb_logger(
 
 
 def finish(loggers: Iterable[Logger]) -> None:
-    """Close every logger; W&B would otherwise go on with the same run in the next job of a sweep."""
+    """Close every logger; otherwise W&B would continue the same run in the next job of a sweep."""
     for logger in loggers:
         logger.finalize("finished")
         if isinstance(logger, WandbMetrics):

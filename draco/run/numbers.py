@@ -1,4 +1,4 @@
-"""Numbers of one archived step, counted from its tables (method §8). Figures are drawn from these and nothing else."""
+"""Counts of an archived step, from its tables (method §8). All figures of the report are drawn from these."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verdicts:
 
     @property
     def pass_rate(self) -> float | None:
-        """Passes among passes and fails; None without either."""
+        """Share of passes among passes and fails; None if there are none."""
         return self.passes / (self.passes + self.fails) if self.passes + self.fails else None
 
     def __add__(self, other: Verdicts) -> Verdicts:
@@ -34,25 +34,29 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """What the judge calls of one phase took, every attempt."""
+    """Tokens and cost of the judge calls of one phase, retries included."""
 
-    tokens: int = 0  #: read and written
-    usd: float | None = 0.0  #: None: a call had no known price
+    tokens: int = 0  #: input and output
+    usd: float | None = 0.0  #: None: the price of a call is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """One archived step."""
+    """Counts of one archived step."""
 
     step: int
     rollouts: int
     terminations: Mapping[str, int]
-    members: int  #: judged rollouts: those with credit
-    inert: int | None  #: members whose surviving pass/fail verdicts are unanimous or none; None without criteria
+    members: int  #: judged rollouts, which have credit
+    inert: (
+        int | None
+    )  #: members whose verdicts left after dropout are all passes, all fails, or none; None without criteria
     reasons: Mapping[str, int]  #: credit reasons of the members
     verdicts: Verdicts  #: of all criteria, before dropout
     by_title: Mapping[str, Verdicts]
-    citations: Mapping[int, int]  #: number of surviving pass/fail verdicts that cite a step → number of steps
+    citations: Mapping[
+        int, int
+    ]  #: number of pass/fail verdicts left after dropout that cite a step → number of such steps
     calls: Mapping[str, PhaseCost]  #: by phase
 
 
@@ -66,7 +70,7 @@ def step_numbers(run: Path, step: int) -> StepNumbers:
     }
     members = {(r["group"], r["sample"]): len(r["step_tokens"]) for r in credits}
     by_title: dict[str, Verdicts] = defaultdict(Verdicts)
-    scores: dict[tuple[int, int], set[int]] = {m: set() for m in members}  # surviving passes and fails
+    scores: dict[tuple[int, int], set[int]] = {m: set() for m in members}  # passes and fails left after dropout
     cited: dict[tuple[int, int], Counter[int]] = {m: Counter() for m in members}
     for r in _rows(run, step, "verdicts", "group", "criterion", "sample", "score", "cited_steps"):
         dropped, title = criteria[r["group"], r["criterion"]]
@@ -110,7 +114,7 @@ def inert_share(steps: Iterable[StepNumbers]) -> float | None:
 
 
 def windows(steps: Sequence[StepNumbers], width: int) -> list[list[StepNumbers]]:
-    """Steps in windows [0, width), [width, 2·width), … by step number; windows without a step are left out."""
+    """Steps grouped by number: [0, width), [width, 2·width), …; empty groups are left out."""
     found: dict[int, list[StepNumbers]] = defaultdict(list)
     for s in steps:
         found[s.step // width].append(s)

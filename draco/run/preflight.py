@@ -1,6 +1,6 @@
-"""`preflight=true`: everything a run needs is tried once, small, before anybody pays for it.
+"""`preflight=true`: try everything that a run needs once, at small scale, and print a table with the projected bill.
 
-Nothing is left behind: a run of the same name can start afterwards.
+Nothing is left in the run folder.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ __all__ = ["preflight", "projected"]
 T = TypeVar("T")
 
 _NOT_TRIED = "not tried: something above failed"
-_STEPS = 3  #: of the made-up rollouts that the judge's calls are tried on
+_STEPS = 3  #: of the made-up rollouts that the judge is tried on
 
 
 @dataclass(slots=True)
 class _Table:
     """Results, in the order of the checks."""
 
-    rows: list[tuple[str, bool | None, str]] = field(default_factory=list)  #: check, passed (None: not made), detail
+    #: name of a check, passed (None: not tried), detail
+    rows: list[tuple[str, bool | None, str]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[list[str]]:
-        """Run a check; what its body appends is the detail. A fault is a row, not an exception."""
+        """A check: the body appends its details to the list. An exception becomes a failed row."""
         said: list[str] = []
         try:
             yield said
@@ -57,7 +58,7 @@ class _Table:
             self.rows.append((name, None, _NOT_TRIED))
         except DracoError as error:
             self.rows.append((name, False, str(error)))
-        except Exception as error:  # whatever a library raises is a failed check
+        except Exception as error:  # a library may raise anything
             self.rows.append((name, False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
         else:
             self.rows.append((name, True, "; ".join(said)))
@@ -66,7 +67,7 @@ class _Table:
         """Print."""
         table = Table(title="preflight", title_justify="left")
         for column in ("check", "", "found"):
-            table.add_column(column, overflow="fold")  # a path is shown whole
+            table.add_column(column, overflow="fold")  # show paths in full
         for name, passed, detail in self.rows:
             mark = "[green]ok[/]" if passed else "[yellow]–[/]" if passed is None else "[red]FAILED[/]"
             table.add_row(name, mark, detail.replace("[", "\\["))
@@ -74,7 +75,7 @@ class _Table:
 
 
 class _Skip(Exception):
-    """What a check needs is not there."""
+    """Something that a check needs is missing, because an earlier check failed."""
 
 
 def _need(found: T | None) -> T:
@@ -88,14 +89,14 @@ def preflight(config: DictConfig, run: Path) -> None:
 
     Args:
         config: of the run.
-        run: its folder; on a resume the one to go on with.
+        run: its folder.
 
     Raises:
-        ConfigError: something does not work; names it.
+        ConfigError: a check failed.
     """
     scratch = run / "preflight.tmp"
     if rank():
-        with contextlib.suppress(DracoError):  # of all ranks alike: a row of rank 0's table
+        with contextlib.suppress(DracoError):  # raised on all ranks; rank 0 shows it in its table
             _folder(config, run, scratch)
         return
     table = _Table()
@@ -112,7 +113,7 @@ def preflight(config: DictConfig, run: Path) -> None:
 
 
 def _try_parts(table: _Table, config: DictConfig, run: Path, scratch: Path) -> None:
-    """Rows of what a run is made of, in the order in which it needs them."""
+    """Check the parts of a run in the order in which it needs them."""
     parts: Parts | None = None
     with table.check("configuration") as said:
         parts = build(config)
@@ -166,7 +167,7 @@ def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
 
 
 def _folder(config: DictConfig, run: Path, scratch: Path) -> str:
-    """Rank 0 can write there and every process sees it."""
+    """Rank 0 can write to the run folder, and every process sees it."""
 
     def make() -> None:
         if not config.resume:
@@ -197,7 +198,7 @@ def _environment(parts: Parts, split: str) -> str:
 
 
 def _judge(parts: Parts, said: list[str]) -> list[CallRecord]:
-    """One cheap call, then all kinds on a made-up group of two."""
+    """Make one cheap call, then every kind of call on a made-up group of two rollouts."""
     rubric, config = parts.stages.rubric, parts.config
     if not isinstance(rubric, JudgedRubric):
         said.append(f"rubric={config.rubric.name} asks none")
@@ -207,7 +208,7 @@ def _judge(parts: Parts, said: list[str]) -> list[CallRecord]:
         if first.served_model not in ("", first.model):
             said.append(f"served as {first.served_model}")
     (judgement,) = rubric.judge([_made_up(parts.environment, config.env.train_split)])
-    calls = [c for c in rubric.take().calls if c.tokens_in]  # an attempt that got no answer says nothing of size
+    calls = [c for c in rubric.take().calls if c.tokens_in]  # attempts without an answer have no tokens
     if judgement.failures:
         last = judgement.failures[-1]
         raise ConfigError(f"{len(judgement.failures)} of 2 judgements failed, in {last.phase}: {last.reason}")
@@ -215,7 +216,7 @@ def _judge(parts: Parts, said: list[str]) -> list[CallRecord]:
 
 
 def _made_up(environment: Any, split: str) -> Group:
-    """Two short rollouts of a real task that nobody sampled."""
+    """A group of two short rollouts of a real task; their steps are made up."""
     task: Task = environment.tasks(split)[0]
     opening = environment.opening(task)
     members = []
@@ -233,7 +234,7 @@ def _made_up(environment: Any, split: str) -> Group:
 
 
 def _adapter(policy: Policy, scratch: Path) -> str:
-    """A changed adapter changes what the model says, survives a save and a load, and is put back as it was."""
+    """Change the adapter: the output must change, stay equal after save and load, and come back at the end."""
     if torch.cuda.is_available():
         policy.to("cuda")
     ids = torch.tensor([policy.chat.encode_text("a quick look before a long run")], device=policy.device)
@@ -260,9 +261,11 @@ def _adapter(policy: Policy, scratch: Path) -> str:
                 parameter.copy_(before[name])
         restored = logits()
     if torch.equal(plain, changed):
-        raise ConfigError("a changed adapter leaves the model's output as it was: policy.targets reaches no used layer")
+        raise ConfigError(
+            "a changed adapter does not change the model's output: policy.targets names no layer that is used"
+        )
     if not torch.equal(changed, again) or not torch.equal(plain, restored):
-        raise ConfigError("an adapter that was saved and loaded again gives another output")
+        raise ConfigError("the model's output differs after its adapter was saved and loaded")
     return f"{sum(p.numel() for p in weights.values()):,} parameters; takes effect, saves and loads"
 
 
@@ -277,9 +280,9 @@ def _kernels() -> str:
     return f"{torch.cuda.get_device_name()}: bfloat16 attention forward and backward"
 
 
-#: a fenced block of a prompt: its kind and its text
+#: a delimited block of a prompt: its kind and its text
 _BLOCK = re.compile(r"<<<BEGIN (TRANSCRIPT|STEPS|OPENING|DIGEST) \S+>>>\n(.*?)<<<END \1", re.DOTALL)
-_STEP_TAGS = 120  #: characters of a step's tags and cut notes in a digest, at most
+_STEP_TAGS = 120  #: most characters of the tags and cut marks of a step in a digest
 
 
 def projected(
@@ -288,19 +291,19 @@ def projected(
     limits: tuple[int, int, int],
     price: Callable[[str], Prices | None],
 ) -> dict[str, tuple[float, float, float, float | None]]:
-    """What a group's calls of each kind will take, from the calls on a made-up group of two.
+    """Project the judge calls of a real group from the calls on a made-up group of two.
 
-    Rollouts and their parts in a prompt are replaced by ones as long as limits allow; nothing is supposed to come from
-    a prefix cache. Each voter, and each repeat of one, counts at its own model's price.
+    Every transcript in a prompt is counted as long as the limits allow, without prefix caching. Each voter, and each of
+    its repeats, is counted at the price of its model.
 
     Args:
         calls: on the made-up group.
-        group_size: rollouts of a real one.
-        limits: tokens of a prompt and of a response, and turns, at most.
+        group_size: rollouts of a real group.
+        limits: most tokens of a prompt, most tokens of a response, most turns.
         price: of a model; None = unknown.
 
     Returns:
-        phase → (calls, input tokens, output tokens, USD or None) a group.
+        phase → (calls, input tokens, output tokens, USD or None) of a group.
     """
     prompt, response, turns = limits
     found: dict[str, tuple[float, float, float, float | None]] = {}
@@ -309,8 +312,8 @@ def projected(
         cost: float | None = 0.0
         for voter in dict.fromkeys((c.model, c.repeat) for c in calls if c.phase == phase):
             mine = [c for c in calls if c.phase == phase and (c.model, c.repeat) == voter]
-            whole = mine[0].sample < 0  # a call on the group
-            times = 1.0 if whole else float(group_size)
+            on_group = mine[0].sample < 0
+            times = 1.0 if on_group else float(group_size)
             text = "".join(content for _, content in mine[0].messages)
             tokens_in = sum(c.tokens_in for c in mine) / len(mine)
             tokens_out = sum(c.tokens_out for c in mine) / len(mine)
@@ -321,10 +324,10 @@ def projected(
             }  # fmt: skip
             blocks = _BLOCK.findall(text)
             for kind, inside in blocks:
-                several = whole and sum(k == kind for k, _ in blocks) > 1  # one of each of the two rollouts
+                several = on_group and sum(k == kind for k, _ in blocks) > 1  # a block for each of the two rollouts
                 tokens_in += longest[kind] * (group_size / 2 if several else 1.0) - per_character * len(inside)
             calls_n, all_in, all_out = calls_n + times, all_in + times * tokens_in, all_out + times * tokens_out
-            if any(c.cost_usd != 0.0 for c in mine):  # a judge that is free says so itself
+            if any(c.cost_usd != 0.0 for c in mine):  # the judge did not report that it is free
                 each = price(voter[0])
                 if each is None or cost is None:
                     cost = None
@@ -335,7 +338,7 @@ def projected(
 
 
 def _bill(table: _Table, config: DictConfig, rubric: RubricStage, calls: list[CallRecord], loader: TaskLoader) -> None:
-    """Rows with what each kind of call took, and what the whole run may cost at most."""
+    """Add a row for each kind of call, and one with the most that the run may cost."""
     assert isinstance(rubric, JudgedRubric)
     with table.check("projected bill") as said:
         limits = (config.limits.max_prompt_tokens, config.limits.max_response_tokens, config.limits.max_turns)

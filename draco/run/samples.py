@@ -1,4 +1,4 @@
-"""Rows for the tables of a logger: a few rollouts of a step, and its criteria, from the archive."""
+"""Rows for the tables of a logger, from the archive: a few rollouts of a step, and its criteria."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from draco.run.numbers import step_numbers
 
 __all__ = ["COLUMNS", "sample_rows"]
 
-_TEXT = 4000  #: characters of a transcript
-_CRITERIA = 50  #: titles a step, the most judged first
+_TEXT = 4000  #: longest transcript, in characters
+_CRITERIA = 50  #: most criteria of a step; those with most verdicts are taken
 
 #: table → columns
 COLUMNS = {
@@ -22,12 +22,12 @@ COLUMNS = {
 
 
 def sample_rows(run: Path, step: int, count: int) -> dict[str, list[list[Any]]]:
-    """Rows by table; none where the step is not archived. The same step gives the same rows.
+    """Rows by table; no rows if the step is not archived. The same step always gives the same rows.
 
     Args:
         run: run folder.
-        step: batches done: the archive's step + 1.
-        count: rollouts.
+        step: number of batches done, which is the archive's step + 1.
+        count: number of rollouts.
     """
     if not step_folder(run, step - 1).is_dir():
         return {name: [] for name in COLUMNS}

@@ -1,4 +1,4 @@
-"""Results of a finished run: summary.json, train_success.csv and the closing table."""
+"""Results of a finished run: summary.json, train_success.csv, and the table in the terminal."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 
 
 def evaluation_file(run: Path, step: int) -> Path:
-    """File of the evaluation during training after `step` batches."""
+    """The file of the evaluation after `step` batches of training."""
     return run / "evaluations" / f"step={step:06d}.json"
 
 
 def evaluation_metrics(content: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of an evaluation during training, for loggers."""
+    """The metrics of an evaluation during training, for loggers."""
     return {f"eval/{k}": content[k] for k in ("tgc", "sgc", "turns") if content[k] is not None}
 
 
 def train_success(run: Path, evaluator: Evaluator | None) -> None:
-    """Write train_success.csv: success on training tasks, evaluated from stored end states.
+    """Write train_success.csv: success on training tasks, evaluated from the archived end states.
 
-    Called when training is over: no stage can read it, and no checkpoint is chosen by it.
+    Called after training, so that no stage can use it.
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text)
@@ -53,10 +53,10 @@ def train_success(run: Path, evaluator: Evaluator | None) -> None:
 def final_summary(
     run: Path, config: DictConfig, before: Mapping[str, Any] | None, after: Mapping[str, Any], *, wall_s: float
 ) -> dict[str, Any]:
-    """Content of summary.json (null where something was not measured)."""
+    """Content of summary.json; null = not measured."""
     rows = metric_rows(run)
     base = before or {}
-    # A step whose calls had no known price has no cost column: then the bill is unknown, not 0.
+    # A step with a call of unknown price has no cost in its row: then the total is unknown, not 0.
     priced = all("judge/cost_usd" in r for r in rows if r.get("judge/calls"))
     return {
         "setting": f"{config.rubric.name}+{config.credit.name}",
@@ -94,7 +94,7 @@ def final_summary(
 
 
 def metric_rows(run: Path) -> list[dict[str, float]]:
-    """Rows of metrics.csv; a cell that is empty there is not in its row."""
+    """Rows of metrics.csv, without empty cells."""
     _, rows = read_metrics(run / "metrics.csv")
     return [{k: float(v) for k, v in row.items() if v != ""} for row in rows]
 
@@ -113,7 +113,7 @@ def _average(rows: list[dict[str, float]], name: str) -> float | None:
     return sum(present) / len(present) if present else None
 
 
-#: rows of the closing table: what is compared, and what there is only once
+#: rows of the closing table with a column for base and trained, and rows with one value
 _COMPARED = (
     ("TGC (tasks solved)", "success", "{:.1%}"), ("SGC (scenarios solved)", "sgc", "{:.1%}"),
     ("turns", "turns", "{:.1f}"),
@@ -127,7 +127,7 @@ _ONCE = (
 
 
 def closing_table(summary: Mapping[str, Any], console: Console) -> None:
-    """Base against trained policy, in the terminal."""
+    """Print base and trained policy side by side."""
     tasks = f"{summary['eval_tasks']} held-out tasks of {summary['split']}"
     console.print(f"{summary['setting']} on {summary['env']}: {tasks}", highlight=False, soft_wrap=True)
     table = Table()
@@ -139,7 +139,7 @@ def closing_table(summary: Mapping[str, Any], console: Console) -> None:
     for label, key in (("ended", "terminations"), ("fault", "faults")):
         base, final = summary[f"base_{key}"] or {}, summary[f"final_{key}"]
         for kind in sorted(base.keys() | final.keys()):
-            before = base.get(kind, 0.0) if base else None  # not evaluated before training
+            before = base.get(kind, 0.0) if base else None  # None: not evaluated before training
             table.add_row(f"{label}: {kind}", _show(before, "{:.1%}"), _show(final.get(kind, 0.0), "{:.1%}"))
     table.add_section()
     for label, key, form in _ONCE:

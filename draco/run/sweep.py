@@ -1,7 +1,7 @@
-"""A Hydra callback that ends a sweep with a comparison table.
+"""A Hydra callback that prints a comparison table at the end of a sweep.
 
-A failed job does not end the sweep: the command line returns its error, the table shows it, and the exit status is 1.
-Hydra imports this module before anything else of a job: nothing heavy may be imported here.
+A failed job does not end the sweep: the table shows its error, and the exit status of the sweep is 1.
+Hydra imports this module at the start of every job, so nothing slow may be imported here.
 """
 
 from __future__ import annotations

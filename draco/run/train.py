@@ -1,6 +1,6 @@
-"""One run, from a composed configuration to `summary.json`: check, build, evaluate, train, evaluate, report.
+"""The order of a run: check, build, evaluate, train, evaluate, summary, report.
 
-Everything that can be wrong with the configuration is found before the first rollout.
+A configuration that cannot work is refused before the first rollout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draco.run.build import Parts, build, check_optimizer
 from draco.run.disk import check_disk
 from draco.run.evaluation import evaluate, evaluation_trainer
 from draco.run.folder import discard_empty, locked, prepare, set_aside, write_config
-from draco.run.launch import fetch_weights, on_gpu, place, say_shares, sharded
+from draco.run.launch import fetch_weights, on_gpu, place, sharded, warn_uneven
 from draco.run.loader import EvalLoader, TaskLoader
 from draco.run.loggers import MetricsCsv, WandbMetrics, finish
 from draco.run.preflight import preflight
@@ -46,20 +46,20 @@ def train(
     made: Path | None = None,
     report: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """Run the whole job and return the content of summary.json.
+    """Run the job and return the content of summary.json.
 
     Args:
         config: composed configuration.
-        started: when the job began, `time.time()`; the caller's imports then count in `wall_s`.
-        made: folder that Hydra has made for this process; of several processes the run is in rank 0's.
+        started: `time.time()` at the start of the job, so that `wall_s` includes imports.
+        made: folder that Hydra created for this process. All processes use the folder of rank 0.
         report: makes report.html in the folder of a finished run.
 
     Raises:
         ConfigError: something cannot work, or another process uses the run folder.
-        TrainingStopped: a guard ended the run, its state saved.
-        Interrupted: a signal did.
+        TrainingStopped: a limit ended the run; its state is saved.
+        Interrupted: a signal ended the run.
 
-    With `preflight=true` nothing is trained: everything is tried once, and the result is empty.
+    With `preflight=true` nothing is trained: everything is tried once, and an empty result is returned.
     """
     started = time.time() if started is None else started
     check(config)
@@ -69,7 +69,7 @@ def train(
             run = Path(broadcast(config.run))
             config.run = str(run)
             if made is not None and made.resolve() not in (run.resolve(), Path.cwd()):
-                # Only now: removing a folder while another rank's Hydra makes it would be an error there.
+                # Not earlier: another rank's Hydra would fail if its folder vanished while it is created.
                 with suppress(OSError):
                     made.rmdir()
             with locked(run) if rank() == 0 else nullcontext():
@@ -84,9 +84,9 @@ def train(
                     raise
     except ConfigError:
         with suppress(OSError):
-            Path(config.run).rmdir()  # only if nothing is in it
+            Path(config.run).rmdir()  # only if it is empty
         raise
-    with suppress(OSError):  # a preflight leaves no folder of its own
+    with suppress(OSError):  # a preflight leaves no folder behind
         run.rmdir()
     return {}
 
@@ -95,14 +95,14 @@ def _train(config: DictConfig, run: Path, started: float, report: Callable[[Path
     resume, state, past = main_only(lambda: _open(config, run))
     check_shared(run)
     if past is not None:
-        return {} if rank() else past  # rank 0 shows it
+        return {} if rank() else past  # rank 0 prints it
     if config.resume and config.callbacks.get("checkpoint"):
         config.callbacks.checkpoint.resume = str(resume) if resume else None
     fetch_weights(config)
     if rank() == 0:
         write_config(config, run)
-    # Generation (this thread) and judging (the loop's) share the interpreter. Every small tensor operation gives it up
-    # and gets it back one switch interval later at worst: with the default of 5 ms a busy judge holds generation up.
+    # Generation (this thread) and judging (the background loop) share the interpreter. A small tensor operation releases
+    # it and may wait one switch interval to get it back: with the default of 5 ms a busy judge slows generation down.
     sys.setswitchinterval(5e-4)
     seed_everything(config.seed, workers=False, verbose=False)
     with closing(build(config, sharded=sharded(config))) as parts:
@@ -122,7 +122,7 @@ def _train(config: DictConfig, run: Path, started: float, report: Callable[[Path
 
 
 def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -> tuple[TaskLoader, EvalLoader]:
-    """Load weights, tasks and the checkpoint to go on from; the last checks."""
+    """Load weights, tasks and the checkpoint to resume from, and make the last checks."""
     config, module = parts.config, parts.module
     module.configure_model()
     check_optimizer(module)
@@ -135,7 +135,7 @@ def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -
         if parts.engine.staleness:
             log.info("engine.staleness=1: the first batch is sampled with the weights of the checkpoint")
     if rank() == 0:
-        say_shares(config.tasks_per_step, world_size())
+        warn_uneven(config.tasks_per_step, world_size())
     longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     refuse = config.checkpoint.check_disk
     main_only(lambda: check_disk(run, module.policy, loader, config.checkpoint, longest, refuse=refuse))
@@ -146,12 +146,12 @@ def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -
 def _make_steps(
     parts: Parts, run: Path, loader: TaskLoader, held_out: EvalLoader, loggers: list[Any], resume: Path | None
 ) -> None:
-    """Evaluate, train, evaluate: what of it is left to do."""
+    """Evaluate, train and evaluate, except what was done before a resume."""
     config, step = parts.config, parts.module.batches_done
     every = config.eval.every
     before, after = run / "evaluation_before.json", run / "evaluation_after.json"
     missed = bool(every and step and step % every == 0 and not evaluation_file(run, step).is_file())
-    # Rank 0 decides once: ranks that look for a file at different times would see different things.
+    # Rank 0 decides for all: ranks that look for a file at different times may see different things.
     todo = broadcast(
         {
             "before": config.eval.before and step == 0 and not before.is_file(),
@@ -166,13 +166,13 @@ def _make_steps(
     if todo["before"]:
         _write(before, _evaluate(parts, held_out, run))
     if step < config.steps:
-        if todo["missed"]:  # the evaluation that belongs to the checkpoint and was cut off
+        if todo["missed"]:  # the evaluation at this checkpoint was interrupted
             content = {"step": step, **_evaluate(parts, held_out, run)}
             for logger in loggers:
                 logger.log_metrics(evaluation_metrics(content), step=step)
             _write(evaluation_file(run, step), content)
         if not resume:
-            seed_everything(config.seed, workers=False, verbose=False)  # whatever came before
+            seed_everything(config.seed, workers=False, verbose=False)  # independent of what ran before
         barrier()  # Lightning's own collectives have a time-out
         _trainer(parts, run, loggers).fit(parts.module, loader, held_out if every else None)
     if todo["after"]:
@@ -182,7 +182,7 @@ def _make_steps(
 def _finish(
     parts: Parts, run: Path, loggers: list[Any], wall_s: float, report: Callable[[Path], None] | None
 ) -> dict[str, Any]:
-    """Success on training tasks, summary and report. Rank 0 alone."""
+    """Write success on training tasks, the summary and the report. On rank 0 only."""
     before, after = run / "evaluation_before.json", run / "evaluation_after.json"
     train_success(run, parts.evaluator)
     base = read_json(before) if before.is_file() else None
@@ -191,17 +191,20 @@ def _finish(
         logger.log_metrics(scalars(summary), step=parts.module.batches_done)
         if isinstance(logger, WandbMetrics):
             logger.flush()
-    write_json(run / "summary.json", summary)  # the last of all: a run that has it is finished
+    write_json(run / "summary.json", summary)  # last: a run with this file is finished
     if report is not None:
         try:
             report(run)
-        except Exception as error:  # the run is finished already; a page that cannot be made must not make it fail
+        except Exception as error:  # the run has finished: a missing page is no failure
             log.warning("report.html was not written (%s); draco report %s makes it", error, run)
     return summary
 
 
 def _open(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any], dict[str, Any] | None]:
-    """Prepare the run folder: the checkpoint to go on from, its state, and the summary of a run that is complete.
+    """Prepare the run folder.
+
+    Returns:
+        the checkpoint to resume from, its state, and the summary if the run is already complete.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -223,7 +226,7 @@ def _open(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any], d
 
 
 def _position(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint to go on from and its state; none, and step 0, before the first one."""
+    """The checkpoint to resume from and its state; None and step 0 if there is none."""
     found = checkpoint.checkpoints(run) if config.resume else []
     if found:
         return found[-1], checkpoint.read_state(found[-1])
@@ -235,13 +238,13 @@ def _position(config: DictConfig, run: Path) -> tuple[Path | None, dict[str, Any
 def _check_checkpoint(resume: Path, state: dict[str, Any], loader: TaskLoader) -> None:
     if state["world_size"] != world_size():
         log.info(
-            "%s was saved by %d process(es) and this job has %d: the same tasks and samples, sums in another order",
+            "%s was saved by %d process(es) and this job has %d: same tasks and samples, but sums in another order",
             resume, state["world_size"], world_size(),
         )  # fmt: skip
     if state["tasks"] != checkpoint.digest(loader.tasks):
         raise ConfigError(
             f"the training tasks are no longer those of {resume}: the environment or its data has changed; resume "
-            "with what the run began with"
+            "with the data of the start of the run"
         )
 
 
@@ -251,7 +254,7 @@ def _write(file: Path, content: dict[str, Any]) -> None:
 
 
 def _loggers(config: DictConfig, run: Path) -> list[Any]:
-    """Of rank 0, metrics.csv first."""
+    """The loggers, metrics.csv first; none on other ranks than 0."""
     return [] if rank() else [MetricsCsv(str(run)), *(instantiate(entry) for entry in config.logger.values() if entry)]
 
 
@@ -268,7 +271,7 @@ def _trainer(parts: Parts, run: Path, loggers: list[Any]) -> Trainer:
         enable_model_summary=False,
         log_every_n_steps=1,
         val_check_interval=every or 1.0,
-        check_val_every_n_epoch=None if every else 1,  # None: counts batches of the whole run
+        check_val_every_n_epoch=None if every else 1,  # None: count batches of the whole run
         limit_val_batches=1 if every else 0,
         default_root_dir=str(run),
     )
@@ -281,7 +284,7 @@ def _evaluate(parts: Parts, held_out: EvalLoader, run: Path) -> dict[str, Any]:
 
 
 def _quiet_libraries() -> None:
-    """Lightning's greetings and advice for loops that are not ours."""
+    """Silence messages of Lightning that do not apply to this loop."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*", ".*LeafSpec.*"):

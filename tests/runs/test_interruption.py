@@ -119,7 +119,7 @@ def test_a_step_whose_archive_cannot_be_written_is_not_saved(
     with pytest.raises(OSError, match="No space left"):
         train(*INTERRUPTED, "eval.every=0", "eval.before=false", f"run={run}")
     assert [f.name for f in checkpoints(run)] == ["step=000001"]
-    assert "OSError in the middle of step 2, which is lost: resume goes on before it" in caplog.text
+    assert "OSError in the middle of step 2, which is lost: resume continues before it" in caplog.text
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -40,7 +40,7 @@ class Engine(ABC, Generic[R]):
     max_mismatch: float | None = None
     #: it samples in this process with the trainer's own weights: of a sharded policy it needs the whole model
     in_process: bool = False
-    #: the update must wait until the whole batch is judged, and call `rest` first
+    #: before an update, the batch must be judged completely, and `free_memory` be called
     rests: bool = False
     #: 1: a batch rolls out in the background (`begin`) while the batch before is judged and trained; 0: never
     staleness: int = 0
@@ -65,7 +65,7 @@ class Engine(ABC, Generic[R]):
         """
 
     def rest(self) -> None:
-        """A batch is rolled out and judged: make room for the update. On every rank at the same place."""
+        """The batch is judged: free memory for the update. Called on every rank at the same point."""
 
     def close(self) -> None:
         """Release what `open` took. Safe to call twice."""

@@ -26,5 +26,5 @@ def test_a_cut_line_is_left_out_and_cut_off_before_more_is_appended(tmp_path: Pa
 def test_a_whole_line_that_is_no_json_is_named(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"a": 1}\n{"b"\n[3]\n')
-    with pytest.raises(ConfigError, match=r"x.jsonl, line 2 is no JSON"):
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 2 is not JSON"):
         files.read_lines(file)

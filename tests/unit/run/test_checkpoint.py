@@ -76,14 +76,14 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path: Path, new_policy
 def test_prune_keeps_the_last_and_the_epoch_ends(tmp_path: Path) -> None:
     for step in range(1, 9):
         checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
-    checkpoint.prune(tmp_path, 2, frozenset({3}))
-    assert [f.name for f in checkpoint.checkpoints(tmp_path)] == ["step=000003", "step=000007", "step=000008"]
+    checkpoint.prune(tmp_path, epoch=3, keep_last=2)
+    assert [f.name for f in checkpoint.checkpoints(tmp_path)] == [f"step=00000{n}" for n in (3, 6, 7, 8)]
 
 
 def test_prune_keeps_every_so_many(tmp_path: Path) -> None:
     for step in range(1, 10):
         checkpoint.folder_of(tmp_path, step).mkdir(parents=True)
-    checkpoint.prune(tmp_path, 1, frozenset({5}), keep_every=4)
+    checkpoint.prune(tmp_path, epoch=5, keep_last=1, keep_every=4)
     left = [int(f.name[5:]) for f in checkpoint.checkpoints(tmp_path)]
     assert left == [4, 5, 8, 9] == checkpoint.kept(9, epoch=5, save_every=1, keep_last=1, keep_every=4)
 
@@ -200,6 +200,6 @@ def test_only_the_rank_that_saves_says_so(
         optimizers=[module.configure_optimizers()], train_dataloader=SimpleNamespace(steps_per_epoch=9, steps=9)
     )
     saving = Checkpoints(str(tmp_path))
-    saving._taken = (3, {"world_size": 1, "stages": {}}, rng_state(), [])
+    saving._copied = (3, {"world_size": 1, "stages": {}}, rng_state(), [])
     saving.on_exception(trainer, module, TrainingStopped("a guard"))
     assert ("saved" in caplog.text) is bool(checkpoints(tmp_path)) is (rank == 0)

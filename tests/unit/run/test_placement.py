@@ -15,7 +15,7 @@ from draco.core.signals import Interrupted
 from draco.core.watch import status_of
 from draco.policy import kernels
 from draco.run import healthcheck, preflight
-from draco.run.launch import launch_processes, nearest, place, processes, say_shares, sharded
+from draco.run.launch import launch_processes, nearest, place, processes, sharded, warn_uneven
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -129,10 +129,10 @@ def test_sampling_from_shards_is_refused_unless_asked_for() -> None:
 
 def test_uneven_shares_are_said_with_the_nearest_even_ones(caplog: pytest.LogCaptureFixture) -> None:
     assert [nearest(16, n) for n in (3, 5, 32)] == [(15, 18), (15, 20), (32,)]
-    say_shares(16, 8)
+    warn_uneven(16, 8)
     assert not caplog.records
-    say_shares(16, 3)
-    say_shares(2, 3)
+    warn_uneven(16, 3)
+    warn_uneven(2, 3)
     assert "shares of 5 and 6 tasks, so some ranks wait; nearest even: 15 or 18" in caplog.text
     assert "without any work; nearest even: 3" in caplog.text
 

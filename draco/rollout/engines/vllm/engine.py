@@ -256,7 +256,7 @@ class VllmEngine(Engine):
             await drive(rollouts, sampler.turn, concurrency=self.concurrency, threads=self._threads, ended=ended)
 
     def rest(self) -> None:
-        """Have the servers give their GPU memory back, where `sleep` says so, until the next rollouts."""
+        """With `sleep`, let the servers release their GPU memory until the next rollouts."""
         if self.sleep and self._replicas.each:
             gather(None)  # no rank's trajectories or judgements are left on the servers that ranks share
             wait_for(self._replicas.sleep())
