@@ -61,7 +61,7 @@ class AgentRollout(RolloutStage):
             raise ConfigError(f"env.step is {step_kind!r}; expected one of {', '.join(STEP_KINDS)}")
         self.environment, self.engine, self.limits = environment, engine, limits
         self.seed, self.step_kind = seed, step_kind
-        self.max_mismatch, self.rests = engine.max_mismatch, engine.rests
+        self.max_mismatch, self.frees_memory = engine.max_mismatch, engine.frees_memory
         self._context = RunContext()
         self._groups: list[Group] = []
         self._seconds = 0.0  #: seconds of waiting for rollouts
@@ -82,8 +82,8 @@ class AgentRollout(RolloutStage):
         assert self._context.folder is not None, "rollouts need a folder for logs and adapters of servers"
         self.engine.open(policy, self._context.folder, temperature=self._context.temperature)
 
-    def rest(self) -> None:
-        self.engine.rest()
+    def free_memory(self) -> None:
+        self.engine.free_memory()
 
     def close(self) -> None:
         self.engine.close()

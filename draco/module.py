@@ -166,10 +166,10 @@ class GRPOModule(LightningModule):
         into as many parts, and each part makes its own optimizer step.
         """
         assert self.record is not None
-        if is_sharded(self.policy.model) or self.rollout.rests:
+        if is_sharded(self.policy.model) or self.rollout.frees_memory:
             with self._sampling():  # all rollouts of this rank end before the update begins
                 credited = list(credited)
-            self.rollout.rest()
+            self.rollout.free_memory()
         worker, batch, stepping = self._worker(), Totals(), 0.0
         norms: list[float] = []
         for share in self._shares(worker, credited):

@@ -1,21 +1,20 @@
-"""The contract of a step: three stages, Lightning callbacks with one verb each.
+"""The contract of a step: three stages, which are Lightning callbacks with one verb each.
 
-    groups   = rollout.generate(policy, batch)     # Iterator[Group]: each as its last trajectory ends
+    groups   = rollout.generate(policy, batch)     # Iterator[Group]: each as soon as its last trajectory ends
     judged   = rubric.judge(groups)                # Iterator[Judgement]: each as soon as it is complete
-    credited = credit.assign(judged)               # Iterator[Credit], in the order of arrival
+    credited = credit.assign(judged)               # Iterator[Credit]: in order of arrival
 
-The run calls every stage in this order (`draco.run.build.Parts` is the only caller):
+A run calls every stage in this order (from `draco.run.build.Parts`; the verb and `take` from `draco.module`):
 
-    open(context)    keep what the run offers; nothing is loaded and nothing is paid for
-    check()          find in seconds what cannot work; rank 0 alone, before any weights are loaded
+    open(context)    keep what is needed of the run; load nothing, spend nothing
+    check()          find in seconds what cannot work; on rank 0 only, before weights are loaded
     ready(policy)    the weights are loaded: start what needs them, such as servers; on every rank
-    the verb         once a batch
-    take()           metrics and records of the last batch, after the update
+    the verb         once for every batch
+    take()           hand over metrics and records of the batch, after its update
     close()          release everything; open() may follow again
 
-What a stage can do is an attribute of its class. Nothing asks a stage for attributes that are not declared here.
-Stages are streams: a group is judged while others still roll out. The order of Lightning's callback list does not
-matter.
+Capabilities of a stage are attributes, and all of them are declared here. Stages work as streams: a group is judged
+while others still roll out. The order of Lightning's callback list does not matter.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ __all__ = ["CreditStage", "RolloutStage", "RubricStage", "RunContext", "Stage", 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What a run offers to its stages. The defaults are those of a tool that judges without a run."""
+    """What a stage may know of its run. The defaults are for tools that judge without a run."""
 
-    folder: Path | None = None  #: run folder; None: nothing is kept
+    folder: Path | None = None  #: run folder; None: keep nothing
     seed: int = 0  #: of the run
     temperature: float = 1.0  #: of training rollouts
-    caveats: tuple[str, ...] = ()  #: what the environment tells every judge
-    secret: bytes = b""  #: of the delimiters around transcripts, at least 16 bytes; empty: a random one
+    caveats: tuple[str, ...] = ()  #: notes of the environment for every judge
+    secret: bytes = b""  #: key of the delimiters around transcripts, at least 16 bytes; empty: a random one
     needs_citations: bool = True  #: the credit stage uses the steps that verdicts cite
-    engine: Engine | None = None  #: what samples rollouts, for a policy that judges itself
-    #: this rank's part of the batch that follows a training batch; without tasks after the last one
+    engine: Engine | None = None  #: samples the rollouts; also answers judge calls of a policy that judges itself
+    #: batch → this rank's part of the next training batch; it has no tasks after the last batch
     next_batch: Callable[[TaskBatch], TaskBatch] | None = None
 
 
 @dataclass(slots=True)
 class Taken:
-    """What a stage hands over after a batch. It keeps none of it."""
+    """What a stage hands over after a batch."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)  #: as rolled out, quarantined trajectories included
@@ -91,41 +90,41 @@ class Stage(Callback, ABC):
 class RolloutStage(Stage):
     """Samples G trajectories for every task of a batch."""
 
-    #: mean |Δ log-prob| between engine and trainer, nats a token, that no batch may exceed; None = any
+    #: largest mean |Δ log-prob| between engine and trainer in a batch, in nats per token; None = any
     max_mismatch: float | None = None
-    #: the update must wait until the whole batch is judged, and call `rest` first
-    rests: bool = False
+    #: before an update, the batch must be judged completely, and `free_memory` be called
+    frees_memory: bool = False
 
     @abstractmethod
     def generate(self, policy: Policy, batch: TaskBatch) -> Iterator[Group]:
         """Yield each group as soon as its last trajectory ends; every task of the batch exactly once."""
 
-    def rest(self) -> None:
-        """The batch is rolled out and judged: make room for the update. On every rank at the same place."""
+    def free_memory(self) -> None:
+        """The batch is judged: free memory for the update. Called on every rank at the same point."""
 
 
 class RubricStage(Stage):
     """Turns groups into rewards."""
 
-    #: verdicts cite steps (not where the reward is an outcome or random)
+    #: verdicts cite steps; False for rewards without verdicts
     gives_citations: bool = True
-    #: the policy itself is the judge: nothing can be asked before its weights are loaded
+    #: the policy itself is the judge, so it answers only after its weights are loaded
     asks_policy: bool = False
 
     @abstractmethod
     def judge(self, groups: Iterable[Group]) -> Iterator[Judgement]:
-        """Drain `groups` eagerly and yield one judgement a group, each as soon as it is complete."""
+        """Consume `groups` without delay, and yield one judgement for each as soon as it is complete."""
 
 
 class CreditStage(Stage):
     """Turns rewards into an advantage for every step."""
 
-    #: the rule uses the steps that verdicts cite; without it the rubric stage skips the attribution calls
+    #: uses the steps that verdicts cite; if False, the rubric stage makes no attribution calls
     needs_citations: bool = False
 
     @abstractmethod
     def assign(self, judged: Iterable[Judgement]) -> Iterator[Credit]:
-        """Yield one credit a judgement, in the order of arrival."""
+        """Yield one credit for each judgement, in order of arrival."""
 
 
 S = TypeVar("S", bound=Stage)
@@ -143,9 +142,9 @@ class Stages(NamedTuple):
         """Find the one stage of each kind.
 
         Raises:
-            StageError: a kind is missing or there twice; the message lists what exists.
+            StageError: a kind is missing or present twice; the message lists the callbacks.
         """
-        present = [c for c in callbacks if c is not None]  # a stage that the configuration sets to null
+        present = [c for c in callbacks if c is not None]  # the configuration may set a callback to null
         kinds: tuple[Any, ...] = (RolloutStage, RubricStage, CreditStage)
         return cls(*(_only(present, kind) for kind in kinds))
 

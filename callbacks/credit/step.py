@@ -25,7 +25,7 @@ class StepLevelCredit(GroupCredit):
     """Closed-form redistribution.
 
     Args:
-        unanimous: credit where all weights are equal and positive (method §4): `equal_totals` (the formula) or `uniform`.
+        unanimous: rule for equal positive weights (method §4): `equal_totals` (the formula) or `uniform`.
         options: of `GroupCredit`.
     """
 

@@ -133,8 +133,8 @@ class SelfJudgeRubric(JudgedRubric):
             )
 
     def ping(self) -> CallRecord | None:
-        """One cheap call to the endpoint. None without one: in process, and, before the policy is loaded, unless the name
-        of the model is fixed.
+        """One cheap call to the endpoint; None without one. Before the policy is loaded, there is one only if the
+        name of its model is fixed.
 
         Raises:
             JudgeConfigError: the endpoint does not work.

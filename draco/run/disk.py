@@ -46,9 +46,8 @@ def check_disk(
         ConfigError: the free disk is too small.
     """
     size, left = size_of(policy), loader.steps - loader.position
-    steps = kept(
-        loader.steps, epoch=loader.steps_per_epoch, **{k: options[k] for k in ("save_every", "keep_last", "keep_every")}
-    )
+    keep = {name: options[name] for name in ("save_every", "keep_last", "keep_every")}
+    steps = kept(loader.steps, epoch=loader.steps_per_epoch, **keep)
     count = max(len(steps) + 1 - len(checkpoints(run)), 1)  # one more exists until the oldest is deleted
     folders = step_folders(run)
     if folders:
@@ -69,7 +68,7 @@ def check_disk(
             "keep_last, keep_every), or set checkpoint.check_disk=false"
         )
     if needed > free:
-        log.warning("the disk may be too small for this run; if it fills up, free some space and resume the run")
+        log.warning("the disk may be too small for this run; if it fills up, free some and resume")
     return line
 
 

@@ -1,4 +1,4 @@
-"""`python -m draco.run.healthcheck`, for the container: 0 while a draco process runs and the working folder is writable.
+"""`python -m draco.run.healthcheck`, for the container: is a draco process running, and the working folder writable?
 
 Fast: it imports neither torch nor litellm.
 """

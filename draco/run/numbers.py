@@ -48,15 +48,11 @@ class StepNumbers:
     rollouts: int
     terminations: Mapping[str, int]
     members: int  #: judged rollouts, which have credit
-    inert: (
-        int | None
-    )  #: members whose verdicts left after dropout are all passes, all fails, or none; None without criteria
+    inert: int | None  #: members with no passes or no fails after dropout; None without criteria
     reasons: Mapping[str, int]  #: credit reasons of the members
     verdicts: Verdicts  #: of all criteria, before dropout
     by_title: Mapping[str, Verdicts]
-    citations: Mapping[
-        int, int
-    ]  #: number of pass/fail verdicts left after dropout that cite a step → number of such steps
+    citations: Mapping[int, int]  #: number of passes and fails (after dropout) that cite a step → number of steps
     calls: Mapping[str, PhaseCost]  #: by phase
 
 

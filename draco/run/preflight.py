@@ -261,9 +261,7 @@ def _adapter(policy: Policy, scratch: Path) -> str:
                 parameter.copy_(before[name])
         restored = logits()
     if torch.equal(plain, changed):
-        raise ConfigError(
-            "a changed adapter does not change the model's output: policy.targets names no layer that is used"
-        )
+        raise ConfigError("a changed adapter does not change the model's output: policy.targets names no used layer")
     if not torch.equal(changed, again) or not torch.equal(plain, restored):
         raise ConfigError("the model's output differs after its adapter was saved and loaded")
     return f"{sum(p.numel() for p in weights.values()):,} parameters; takes effect, saves and loads"

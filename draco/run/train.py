@@ -101,8 +101,8 @@ def _train(config: DictConfig, run: Path, started: float, report: Callable[[Path
     fetch_weights(config)
     if rank() == 0:
         write_config(config, run)
-    # Generation (this thread) and judging (the background loop) share the interpreter. A small tensor operation releases
-    # it and may wait one switch interval to get it back: with the default of 5 ms a busy judge slows generation down.
+    # Generation (this thread) and judging (the background loop) share the interpreter. A small tensor operation
+    # releases it and may wait one switch interval to get it back. The default of 5 ms slows generation down.
     sys.setswitchinterval(5e-4)
     seed_everything(config.seed, workers=False, verbose=False)
     with closing(build(config, sharded=sharded(config))) as parts:

@@ -41,7 +41,7 @@ class Engine(ABC, Generic[R]):
     #: it samples in this process with the trainer's own weights: of a sharded policy it needs the whole model
     in_process: bool = False
     #: before an update, the batch must be judged completely, and `free_memory` be called
-    rests: bool = False
+    frees_memory: bool = False
     #: 1: a batch rolls out in the background (`begin`) while the batch before is judged and trained; 0: never
     staleness: int = 0
 
@@ -64,7 +64,7 @@ class Engine(ABC, Generic[R]):
             ConfigError: the engine cannot be used as configured.
         """
 
-    def rest(self) -> None:
+    def free_memory(self) -> None:
         """The batch is judged: free memory for the update. Called on every rank at the same point."""
 
     def close(self) -> None:

@@ -266,7 +266,7 @@ def test_the_archive_counts_as_it_was_measured(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2e9))
     check_disk(tmp_path, policy, loader, OPTIONS, 10**6, refuse=True)  # a bound refuses nothing
-    assert caplog.messages == ["the disk may be too small for this run; if it fills up, free some space and resume the run"]
+    assert caplog.messages == ["the disk may be too small for this run; if it fills up, free some and resume"]
     archived = folder(tmp_path, "archive", 0)
     with open(archived / "trajectories.parquet", "wb") as file:
         file.truncate(30_000_000)

@@ -102,7 +102,7 @@ class VllmEngine(Engine):
         self.retries, self.request_timeout_s, self.cooldown_s = retries, request_timeout_s, cooldown_s
         self.concurrency, self.env_threads = concurrency, env_threads
         self.adapter_dir, self.adapter_dir_on_server = adapter_dir, adapter_dir_on_server
-        self.sleep = self.rests = sleep
+        self.sleep = self.frees_memory = sleep
         self.staleness = staleness
         self._launched: Launched | None = None
         self._replicas = self._known([])
@@ -255,7 +255,7 @@ class VllmEngine(Engine):
             )
             await drive(rollouts, sampler.turn, concurrency=self.concurrency, threads=self._threads, ended=ended)
 
-    def rest(self) -> None:
+    def free_memory(self) -> None:
         """With `sleep`, let the servers release their GPU memory until the next rollouts."""
         if self.sleep and self._replicas.each:
             gather(None)  # no rank's trajectories or judgements are left on the servers that ranks share
