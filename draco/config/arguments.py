@@ -1,4 +1,4 @@
-"""Command lines: `draco VERB key=value …`. A command's options are one dataclass; one parser reads them all.
+"""Command lines: `draco VERB key=value …`. A dataclass declares the options of a command; one parser reads them.
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -8,7 +8,7 @@
     COMMAND = Command("draco report", "tables and figures", Options, examples=("draco report runs/NAME",))
     COMMAND.parse(["runs/NAME", "window=5"])  # Options(run=(Path("runs/NAME"),), window=5)
 
-Importing this module loads nothing heavy.
+Importing this module is fast.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ O = TypeVar("O")  # noqa: E741 - the dataclass of a command's options
 
 
 def option(default: Any, about: str, *, shown: str = "", read: Callable[[str, str], Any] | None = None) -> Any:
-    """One option.
+    """An option.
 
     Args:
-        default: the value where it is not given.
-        about: what it is, for --help.
-        shown: says what the default is, where the value itself does not.
-        read: `(text, name) → value`; without it the annotation of the field decides.
+        default: value if the option is not given.
+        about: description for --help.
+        shown: description of the default for --help; empty: the value itself.
+        read: `(text, name) → value`; None: by the annotation of the field.
     """
     return field(default=default, metadata={"about": about, "shown": shown, "read": read})
 
 
 def needed(about: str) -> Any:
-    """An option that must be given."""
+    """A required option."""
     return field(metadata={"about": about, "shown": "must be given"})
 
 
 def words(about: str, *, optional: bool = False) -> Any:
-    """The field that takes the arguments which are no key=value: a `tuple[Path, ...]`, or one `Path`.
+    """The field for arguments that are not key=value: a `tuple[Path, ...]`, or one `Path`.
 
-    The same value may be given as NAME=VALUE. With `optional` it is None where nothing is given.
+    They can also be given as NAME=VALUE. With `optional` the field is None if nothing is given.
     """
     return field(default=None, metadata={"about": about, "words": True, "optional": optional})
 
 
 def passed_on(about: str, *prefixes: str) -> Any:
-    """The field that takes `key=value` of the training configuration as they are: a `tuple[str, ...]`.
+    """The field for `key=value` of the training configuration, unparsed: a `tuple[str, ...]`.
 
     Args:
-        about: what they are, for --help.
-        prefixes: sections such as `judge.`; without any, every key that is no option of the command.
+        about: description for --help.
+        prefixes: sections such as `judge.`; none: every key that is not an option of the command.
     """
     return field(default=(), metadata={"about": about, "prefixes": prefixes})
 
 
 @dataclass(frozen=True)
 class Command(Generic[O]):
-    """What a command is called, takes and does.
+    """Name, options and help of a command.
 
     Args:
         name: as it is typed: `draco report`.
-        summary: one line for the list of commands.
+        summary: one line, for the list of commands.
         options: a keyword-only dataclass whose fields are made by `option`, `needed`, `words` and `passed_on`.
-        description: more, for --help.
+        description: more text for --help.
         examples: complete command lines.
     """
 
@@ -89,7 +89,7 @@ class Command(Generic[O]):
         """The options that a command line gives.
 
         Raises:
-            ConfigError: an unknown option, one that is missing, or a value that does not fit.
+            ConfigError: an unknown or missing option, or a value that does not fit.
         """
         own, taken, rest = self._own(), self._taking("words"), self._taking("prefixes")
         given: dict[str, Any] = {}
@@ -135,10 +135,10 @@ class Command(Generic[O]):
 
     @contextmanager
     def beside_the_configuration(self) -> Iterator[None]:
-        """Compose a configuration within: a key that it does not have may be a misspelt option of this command.
+        """Errors about unknown keys of a configuration composed within also list the options of this command.
 
         Raises:
-            ConfigError: of the composition; where a key is unknown, with the options of this command.
+            ConfigError: of the composition.
         """
         try:
             yield
@@ -150,11 +150,11 @@ class Command(Generic[O]):
             raise ConfigError(f"{text}; {self._existing(key)}") from None
 
     def names(self) -> dict[str, Any]:
-        """Options by name, with their types; for completion."""
+        """Option → type, for completion."""
         return {name: self._types()[name] for name in self._own()}
 
     def prefixes(self) -> tuple[str, ...] | None:
-        """Sections of the training configuration that are passed on: () is all of it, None is nothing."""
+        """Sections of the training configuration that are passed on: () = all, None = none."""
         rest = self._taking("prefixes")
         return None if rest is None else tuple(rest.metadata["prefixes"])
 
@@ -186,14 +186,14 @@ class Command(Generic[O]):
         return Path(found[0])
 
 
-def did_you_mean(asked: str, names: Iterable[str]) -> str:
-    """A question, and a space; empty where nothing looks alike."""
+def did_you_mean(asked: str, names: Iterable[str], prefix: str = "") -> str:
+    """A question that ends with a space; empty if no name is similar. `prefix` is shown before the names."""
     near = difflib.get_close_matches(asked, list(names), n=2, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}? " if near else ""
+    return f"did you mean {' or '.join(prefix + n for n in near)}? " if near else ""
 
 
 def _goes_on(argument: str, prefixes: Sequence[str]) -> bool:
-    """Whether an argument belongs to the configuration: KEY=VALUE, or ~KEY, which takes an entry away."""
+    """Whether an argument belongs to the configuration: KEY=VALUE, or ~KEY, which removes an entry."""
     name, has_value, _ = argument.partition("=")
     name = name.lstrip("+~")
     if argument.startswith("-") or not (has_value or argument.startswith("~")) or "/" in name.split("@")[0]:
@@ -202,14 +202,14 @@ def _goes_on(argument: str, prefixes: Sequence[str]) -> bool:
 
 
 def _read(one: Field[Any], name: str, text: str, annotation: Any) -> Any:
-    """The value that a text stands for.
+    """The value of a text.
 
     Raises:
         ConfigError: it does not fit the annotation.
     """
     if one.metadata.get("read"):
         return one.metadata["read"](text, name)
-    from draco.config.options import check_option  # pydantic: not before --help or a fault is answered
+    from draco.config.options import check_option  # imports pydantic, which --help need not wait for
 
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if type(None) in parts and text == "null":
@@ -224,7 +224,7 @@ def _read(one: Field[Any], name: str, text: str, annotation: Any) -> Any:
 
 
 def _scalar(text: str) -> bool | int | float | str:
-    """A truth value, an integer or a number where the text is one."""
+    """A text as a boolean, an integer or a number, if it is one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -256,11 +256,11 @@ def _sentence(text: str) -> str:
 
 
 def end(main: Callable[[list[str]], int | None], command: Command[Any] | None = None) -> None:
-    """Call the `main` of a script with the command line, and end the process by what it returns.
+    """Call the `main` of a script with the command line, and exit with the status that it returns.
 
     Args:
-        main: takes the arguments; None is 0.
-        command: answers --help.
+        main: takes the arguments; None = 0.
+        command: for --help.
     """
     arguments = sys.argv[1:]
     if command is not None and {"-h", "--help"} & set(arguments):
@@ -270,11 +270,11 @@ def end(main: Callable[[list[str]], int | None], command: Command[Any] | None = 
 
 
 def exit_status(call: Callable[[], int | None]) -> int:
-    """Call, and return the exit status. One of our errors is one line on stderr; a fault keeps its traceback.
+    """Call, and return the exit status. A `DracoError` becomes one line on stderr; other exceptions are raised.
 
     Returns:
-        What the call returned (None: 0); 2 a configuration or an input that cannot work; 3 a judge, a server or an
-        environment failed, or a guard stopped; 130 Ctrl-C.
+        What the call returned (None = 0); 2: a configuration or an input cannot work; 3: a judge, a server or an
+        environment failed, or a limit stopped the run; 130: Ctrl-C.
     """
     try:
         return call() or 0
@@ -287,7 +287,7 @@ def exit_status(call: Callable[[], int | None]) -> int:
 
 
 def say(message: str, title: str = "error: ") -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     from rich.console import Console
     from rich.text import Text
 
@@ -296,14 +296,14 @@ def say(message: str, title: str = "error: ") -> None:
 
 
 def prices_of(text: object, name: str = "prices") -> Prices | None:
-    """Prices of tokens read, read again from a cache, and written; None where nothing is given.
+    """Prices of input tokens, input tokens from a cache, and output tokens; None if nothing is given.
 
     Args:
-        text: two or three numbers with commas; of two, reading again costs what reading does.
-        name: the option's.
+        text: two or three numbers with commas; with two, cached tokens cost as much as other input.
+        name: of the option.
 
     Raises:
-        ConfigError: not that.
+        ConfigError: the text is something else.
     """
     if text is None:
         return None

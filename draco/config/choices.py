@@ -1,11 +1,10 @@
-"""What a user could have meant: Hydra's refusals with the valid choices, and additions that nothing would read.
+"""Errors of Hydra in one line with the valid choices, and the refusal of overrides that nothing would read.
 
-Hydra advises to add an unknown key with +, which composes and is then ignored: a misspelt option would do nothing.
+For an unknown key Hydra suggests to add it with +. Nothing would read such a key: a misspelt option would do nothing.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -17,21 +16,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from draco.config.arguments import did_you_mean
 from draco.core.errors import ConfigError
 
 __all__ = ["explained", "merge_known", "one_line", "refuse_beside_self_judge", "refuse_unread"]
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
-#: sections that the trainer reads by name; the others go to a class, which refuses what it does not take
+#: sections that are read by name; the others go to a class, which refuses unknown options
 _READ_BY_NAME = ("advantage", "checkpoint", "eval")
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
-    """One line for an error of Hydra or omegaconf; for an unknown option, with the options that exist beside it.
+    """One line for an error of Hydra or omegaconf; for an unknown option, with the options of its section.
 
     Args:
-        error: what was raised.
-        arguments: the command line, from which the configuration without that option is composed.
+        error: the exception.
+        arguments: of the command line; without the unknown option they give the section.
     """
     for argument in arguments:
         if said := renamed(argument):
@@ -52,12 +52,12 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     return text
 
 
-#: old beginning of an option's name → the new one
+#: old start of an option's name → new start
 _RENAMED = {"rubric.stage.": "rubric.", "credit.stage.": "credit."}
 
 
 def renamed(override: str) -> str | None:
-    """What to say of an option whose name has changed; None of any other.
+    """The message for an option whose name has changed; None for any other option.
 
     >>> renamed("credit.stage.unanimous=uniform")
     'credit.stage.unanimous=uniform: the option is now credit.unanimous; use credit.unanimous=uniform'
@@ -71,24 +71,24 @@ def renamed(override: str) -> str | None:
 
 
 def one_line(error: OmegaConfBaseException) -> str:
-    """What omegaconf says, without its lines about node types."""
+    """The message of omegaconf, without its lines about node types."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     key = getattr(error, "full_key", None)
     return f"{key}: {text}" if key and key not in text else text
 
 
 def merge_known(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Set `KEY.KEY=VALUE` in a composed configuration, where these options exist.
+    """Set `KEY.KEY=VALUE` in a composed configuration.
 
     Raises:
-        ConfigError: one does not; the message lists those beside it.
+        ConfigError: an option does not exist; the message lists those of its section.
     """
     for override in overrides:
         key = _key(override)
         parent, _, name = key.rpartition(".")
         try:
             beside = OmegaConf.select(config, parent) if parent else config
-            if not isinstance(beside, DictConfig) or name not in beside.keys():  # noqa: SIM118 - `in` denies a ???
+            if not isinstance(beside, DictConfig) or name not in beside.keys():  # noqa: SIM118 - `in` is False for a missing value
                 raise ConfigError(f"{override}: no such option; {_valid(config, key)}")
             config.merge_with_dotlist([override])
         except OmegaConfBaseException as error:
@@ -96,17 +96,17 @@ def merge_known(config: DictConfig, overrides: Iterable[str]) -> None:
 
 
 def refuse_unread(config: DictConfig, overrides: Iterable[str], groups: Iterable[str]) -> None:
-    """Refuse additions (`+name=…`) at the top or in a section read by name, unless an interpolation reads them.
+    """Refuse added options (`+name=…`) that nothing reads, at the top level or in a section that is read by name.
 
-    Additions below a `_target_` stay Hydra's business: the class takes or refuses them. So do those of `callbacks`.
+    An option that an interpolation reads is allowed, and so is one below a `_target_`: its class takes or refuses it.
 
     Args:
         config: composed configuration.
         overrides: of the command line.
-        groups: configuration groups that were chosen.
+        groups: chosen configuration groups.
 
     Raises:
-        ConfigError: something would be ignored; the message lists what exists.
+        ConfigError: an option would be ignored; the message lists the existing ones.
     """
     known = _primary()
     top = _top(known) | {g.split("/")[0] for g in groups} - {"hydra"}
@@ -133,12 +133,12 @@ def refuse_unread(config: DictConfig, overrides: Iterable[str], groups: Iterable
 
 
 def refuse_beside_self_judge(config: DictConfig, overrides: Iterable[str]) -> None:
-    """Refuse options of a judge where the policy is the judge: `judge.plan` is the only one of them that is read then.
+    """With rubric=self_judge, refuse all options of `judge` except `judge.plan`, because no other is read.
 
-    Not for the jobs of a sweep, whose options are those of all its rubrics.
+    Not called for jobs of a sweep, which give the options of all rubrics to every job.
 
     Raises:
-        ConfigError: something would be ignored; the message says where the policy's own are.
+        ConfigError: an option would be ignored; the message names the one to use.
     """
     if OmegaConf.select(config, "rubric.name") != "self_judge":
         return
@@ -156,7 +156,7 @@ def refuse_beside_self_judge(config: DictConfig, overrides: Iterable[str]) -> No
 
 
 def _valid(config: DictConfig, key: str) -> str:
-    """The options at the level where `key` stops existing, and those that look like it."""
+    """The options of the deepest existing section of `key`, and those similar to it."""
     node, within = config, ""
     parts = key.split(".")
     for part in parts:
@@ -176,15 +176,14 @@ def _primary() -> DictConfig:
 
 
 def _top(primary: DictConfig) -> set[str]:
-    """Options and configuration groups at the top."""
+    """Options and configuration groups at the top level."""
     groups = {str(name) for entry in primary.defaults if isinstance(entry, DictConfig) for name in entry}
     return {str(k) for k in primary} - {"defaults", "hydra"} | {g for g in groups if " " not in g}
 
 
 def _listed(asked: str, choices: Iterable[str], within: str) -> str:
     ordered = sorted(choices)
-    near = difflib.get_close_matches(asked, ordered, n=2, cutoff=0.6)
-    meant = f"did you mean {' or '.join(within + n for n in near)}? " if near else ""
+    meant = did_you_mean(asked, ordered, within)
     return f"{meant}Valid choices{f' in {within[:-1]}' if within else ''}: {', '.join(ordered)}"
 
 

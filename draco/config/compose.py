@@ -1,4 +1,4 @@
-"""From option texts to a composed configuration, and from a configuration to objects: Hydra is called here."""
+"""Composes a configuration from files and overrides, and builds objects from a configuration, with Hydra."""
 
 from __future__ import annotations
 
@@ -17,28 +17,22 @@ from draco.config.choices import explained, refuse_unread
 from draco.core.errors import ConfigError, DracoError
 
 __all__ = [
-    "class_of",
-    "compose_config",
-    "instantiate",
-    "instantiate_group",
-    "judge_config",
-    "stored_config",
-    "with_judge",
-]
+    "class_of", "compose_config", "instantiate", "instantiate_group", "judge_config", "stored_config", "with_judge",
+]  # fmt: skip
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The configuration of `draco train OVERRIDES`, for other commands.
 
     Raises:
-        ConfigError: it does not compose, or something would be ignored; one line with the choices that exist.
+        ConfigError: it does not compose, or an option would be ignored; one line with the valid choices.
     """
     try:
         with initialize_config_module("conf", version_base="1.3"):
             config = compose("train", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explained(error, overrides)) from error
-    except ValueError as error:  # of Hydra, which takes no null for a group
+    except ValueError as error:  # Hydra accepts no null for a group
         raise ConfigError(f"{error}; leave a group out with ~GROUP") from error
     refuse_unread(config, overrides, ())
     return config
@@ -49,10 +43,10 @@ def stored_config(run: Path, option: str = "run") -> DictConfig:
 
     Args:
         run: the folder.
-        option: that named it, for messages.
+        option: which option named the folder, for messages.
 
     Raises:
-        ConfigError: there is none, or a draco whose options had other names wrote it.
+        ConfigError: there is no config.yaml, or an older draco with other option names wrote it.
     """
     file = run / "config.yaml"
     if not file.is_file():
@@ -71,7 +65,7 @@ def with_judge(overrides: Sequence[str]) -> DictConfig:
     """As `compose_config`, for a command that asks the judge.
 
     Raises:
-        ConfigError: no such option or choice, or nobody to ask.
+        ConfigError: no such option or choice, or no judge.
     """
     config = compose_config(overrides)
     if "judge" not in config:
@@ -82,10 +76,10 @@ def with_judge(overrides: Sequence[str]) -> DictConfig:
 
 
 def judge_config(given: Mapping[str, str], run: Mapping[str, Any]) -> DictConfig:
-    """The judge that `judge=… judge.KEY=…` name; without `judge=` that of the run, with its keys replaced.
+    """The judge that `judge=… judge.KEY=…` describe; without `judge=` that of the run, with these options replaced.
 
     Raises:
-        ConfigError: neither names one, or an option is wrong.
+        ConfigError: there is no judge, or an option is wrong.
     """
     keys = {k: v for k, v in given.items() if k.startswith("judge.")}
     if "judge" in given:
@@ -98,7 +92,7 @@ def judge_config(given: Mapping[str, str], run: Mapping[str, Any]) -> DictConfig
 
 
 def instantiate(node: Any, **options: Any) -> Any:
-    """Hydra's instantiate, with our own errors as they were raised and any other as a ConfigError.
+    """Hydra's instantiate; a `DracoError` is raised as it is, any other exception as a ConfigError.
 
     Raises:
         ConfigError: the class cannot be imported or refuses its options.
@@ -112,10 +106,10 @@ def instantiate(node: Any, **options: Any) -> Any:
 
 
 def class_of(node: DictConfig) -> Any:
-    """The class that a node names.
+    """The class that the `_target_` of a node names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no such class.
     """
     try:
         return hydra.utils.get_class(str(node.get("_target_")))
@@ -124,10 +118,10 @@ def class_of(node: DictConfig) -> Any:
 
 
 def instantiate_group(node: DictConfig | None) -> Any:
-    """The object of a configuration group such as `rubric`. Its `name` labels runs and is no option of the class."""
+    """The object of a configuration group such as `rubric`, without its `name`, which only labels runs."""
     if node is None:
         return None
-    group = copy.copy(node)  # still a child of the whole configuration: its interpolations go on working
+    group = copy.copy(node)  # keeps its parent, so that interpolations still resolve
     with open_dict(group), read_write(group):
         group.pop("name", None)
     return instantiate(group)

@@ -1,4 +1,4 @@
-"""Options are checked by their type annotations, before any expensive work. pydantic does the checking.
+"""Options are checked against their type annotations, with pydantic.
 
     @checked("loss")
     @dataclass(frozen=True)
@@ -6,8 +6,7 @@
         kl_coef: NonNegative = 0.01                     # LossOptions(kl_coef=-1) raises
         zero_signal: Literal["keep", "drop"] = "keep"   # ConfigError: loss.kl_coef is -1; expected a number ≥ 0
 
-Checking is strict: 2.5, "3" and true are no integers, and the text "no" is neither true nor false. Nothing heavy is
-imported here.
+Checks are strict: 2.5, "3" and true are not integers, and the text "no" is not a boolean. This module imports fast.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _MISSING = object()
 
 
 def check_option(name: str, value: Any, annotation: Any) -> None:
-    """Check one value against a type, as `checked` does for a class.
+    """Check one value against a type.
 
     Raises:
         ConfigError: it does not fit; the message names the option and what was expected.
@@ -49,11 +48,11 @@ def check_option(name: str, value: Any, annotation: Any) -> None:
 
 
 def checked(section: str, **names: str) -> Callable[[C], C]:
-    """Class decorator: every argument of `__init__` whose annotation says what is right is checked first.
+    """Class decorator: the arguments of `__init__` are checked against their annotations before it runs.
 
     Args:
-        section: where the options stand in the configuration; an argument `x` is named ``SECTION.x`` in messages.
-        names: argument → full option name, where it is another one.
+        section: of the configuration; messages name an argument `x` ``SECTION.x``.
+        names: argument → full option name, if it is another one.
     """
 
     def decorate(cls: C) -> C:
@@ -63,7 +62,7 @@ def checked(section: str, **names: str) -> Callable[[C], C]:
         @functools.wraps(original)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             given: Mapping[str, Any] = {}
-            with contextlib.suppress(TypeError):  # the class itself says what is missing or unknown
+            with contextlib.suppress(TypeError):  # `original` raises for missing and unknown arguments
                 given = signature.bind(self, *args, **kwargs).arguments
             for argument, annotation in _annotations(cls).items():
                 if (value := given.get(argument, _MISSING)) is not _MISSING:
@@ -80,7 +79,7 @@ def checked(section: str, **names: str) -> Callable[[C], C]:
 
 @functools.cache
 def _annotations(cls: type) -> Mapping[str, Any]:
-    """Arguments of a class whose annotations can be checked."""
+    """Arguments of a class with annotations that can be checked."""
     init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
     space = vars(sys.modules[cls.__module__])
     found: dict[str, Any] = {}
@@ -88,7 +87,7 @@ def _annotations(cls: type) -> Mapping[str, Any]:
         if isinstance(annotation, str):
             try:
                 annotation = eval(annotation, dict(space))
-            except NameError:  # imported for type checkers alone: an object, not an option
+            except NameError:  # imported only for type checkers: an object, not an option
                 continue
         if name != "return" and _checkable(annotation):
             found[name] = annotation
@@ -113,12 +112,12 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; of anything else itself."""
+    """The alternatives of a union; any other type alone."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def _plain(annotation: Any) -> Any:
-    """Without bounds."""
+    """The type without its bounds."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 

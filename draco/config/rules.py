@@ -1,4 +1,4 @@
-"""What a run refuses before anything is built: options out of range, and options that cannot work together."""
+"""Checks of a configuration before anything is built: options out of range, and options that cannot work together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from draco.core.errors import ConfigError
 
 __all__ = ["LearningRate", "check"]
 
-#: a larger one is a slip of the pen
+#: a larger value is a mistake
 LearningRate = Annotated[float, Ge(0), Le(1)]
 
-#: options that no class reads; those of a class are checked by it
+#: options that no class checks
 _OPTIONS: dict[str, Any] = {
     "steps": Index,
     "tasks_per_step": Count,
@@ -25,7 +25,7 @@ _OPTIONS: dict[str, Any] = {
     "seed": Annotated[int, Ge(0), Le(2**32 - 1)],
     "lr": LearningRate,
     "lr_decay_steps": Index,
-    "temperature": Positive,  # log-probs are taken at it
+    "temperature": Positive,  # log-probs are divided by it
     "overwrite": bool,
     "eval.tasks": Count | None,
     "eval.n": Count,
@@ -40,7 +40,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def check(config: DictConfig) -> None:
-    """Check what can be checked without building anything: references, missing values, options that no class reads.
+    """Check interpolations, missing values, and options that no class checks.
 
     Raises:
         ConfigError: one line that names the option.
@@ -57,7 +57,7 @@ def _check_references(config: DictConfig) -> None:
     try:
         missing = set(OmegaConf.missing_keys(config))
         if "judge" not in rubric or not OmegaConf.is_interpolation(rubric, "judge"):
-            missing = {k for k in missing if not k.startswith("judge.")}  # no rubric asks that judge
+            missing = {k for k in missing if not k.startswith("judge.")}  # no rubric uses this judge
         if not missing:
             OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -69,20 +69,21 @@ def _check_references(config: DictConfig) -> None:
 
 def _check_engine(config: DictConfig) -> None:
     engine = config.engine
-    if "servers" in engine and not engine.servers and not engine.get("launch"):  # a ??? would not survive composition
+    # `servers: ???` would not survive composition, so an empty list is refused here.
+    if "servers" in engine and not engine.servers and not engine.get("launch"):
         raise ConfigError(
             "engine.servers is not set, and this configuration launches none: add engine.servers=[http://HOST:8000,…], "
             "or choose placement=colocated, placement=split or engine=vllm alone, which start their own"
         )
     if engine.get("staleness") and config.loss.tis_cap is None:
         raise ConfigError(
-            "engine.staleness=1 trains on what the weights of the step before sampled, and loss.tis_cap is not set: "
+            "engine.staleness=1 trains on rollouts that the previous weights sampled, and loss.tis_cap is not set: "
             "add the importance weights that correct for it, such as loss.tis_cap=2.0"
         )
 
 
 def _check_judge(config: DictConfig) -> None:
-    """A judge may say which environments it can judge."""
+    """A judge may be limited to some environments."""
     judge = (config.get("rubric") or {}).get("judge") or {}
     known = judge.get("environments")
     if known and config.env.name not in known:
