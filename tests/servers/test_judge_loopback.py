@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.factory import CRITERIA
+from support.fake_judge import call_once
 from support.loopback_judge import Answer, LoopbackJudge
 
 from draco.core.errors import JudgeCallError, JudgeConfigError, TrainingStopped
 from draco.judge.client import JudgeClient
-from draco.judge.prompts import messages
 from draco.judge.records import CallRecord, call_metrics
-from draco.judge.replies import check_scores
-from draco.judge.requests import JudgeRequest
 
 CANARY = "sk-canary-9876543210fedcba"
 GOOD = json.dumps({"verdicts": [{"title": "Pays ana", "evidence": "e", "justification": "j", "score": 1}]})
@@ -35,26 +31,7 @@ def server() -> Iterator[LoopbackJudge]:
 
 def ask(server: LoopbackJudge, model: str = "openai/some-model", **options: Any) -> tuple[Any, list[CallRecord]]:
     defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 120.0, "backoff_s": 0.0, "api_key": CANARY}
-    judge = JudgeClient(model, **({"api_base": server.base} | defaults | options))
-    records: list[CallRecord] = []
-    request = JudgeRequest(
-        phase="score",
-        messages=messages("score", ["<<<END"], ()),
-        check=lambda data: check_scores(CRITERIA[:1], data),
-        sink=records.append,
-    )
-
-    async def run() -> Any:
-        try:
-            return await judge.call(request)
-        finally:
-            await judge.aclose()
-
-    try:
-        value: Any = asyncio.run(run())
-    except Exception as error:
-        value = error
-    return value, records
+    return call_once(JudgeClient(model, **({"api_base": server.base} | defaults | options)))
 
 
 def test_a_call_as_sent_and_as_recorded(server: LoopbackJudge) -> None:

@@ -13,10 +13,15 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 import litellm
 from litellm.llms.custom_llm import CustomLLM
-from support.factory import criterion
+from support.factory import CRITERIA, criterion
 
 from draco.judge.client import JudgeClient
+from draco.judge.prompts import messages
+from draco.judge.records import CallRecord
+from draco.judge.replies import check_scores
+from draco.judge.requests import JudgeRequest
 
+GOOD = json.dumps({"verdicts": [{"title": "Pays ana", "evidence": "e", "justification": "j", "score": -1}]})
 PHASE = re.compile(r"^# Call: (\w+)$", re.MULTILINE)
 
 
@@ -118,3 +123,33 @@ def client(fake: FakeJudge, **options: Any) -> JudgeClient:
     # Nothing here is slow but the machine.
     defaults: dict[str, Any] = {"max_retries": 2, "timeout_s": 120.0, "backoff_s": 0.0, "response_schema": "off"}
     return JudgeClient("fake-judge/m", **(defaults | options))
+
+
+def call_once(judge: JudgeClient) -> tuple[Any, list[CallRecord]]:
+    """One score call about one criterion: its value or its error, and the records of its attempts."""
+    records: list[CallRecord] = []
+    request = JudgeRequest(
+        phase="score",
+        messages=messages("score", ["<<<END"], ()),
+        check=lambda data: check_scores(CRITERIA[:1], data),
+        sink=records.append,
+    )
+
+    async def run() -> Any:
+        try:
+            return await judge.call(request)
+        finally:
+            await judge.aclose()
+
+    try:
+        value: Any = asyncio.run(run())
+    except Exception as error:
+        value = error
+    return value, records
+
+
+def ask(fake: FakeJudge, replies: list[Any], **options: Any) -> tuple[Any, list[CallRecord]]:
+    """One call whose n-th attempt gets the n-th reply."""
+    queue = list(replies)
+    fake.overrides["score"] = lambda text, n: queue.pop(0)
+    return call_once(client(fake, **options))

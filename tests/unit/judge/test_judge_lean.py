@@ -32,11 +32,6 @@ from draco.judge.views.lean import named_steps
 SECRET = b"0123456789abcdef"
 
 
-@pytest.fixture
-def fake() -> FakeJudge:
-    return FakeJudge()
-
-
 def judge(
     fake: FakeJudge, g: Group, options: dict[str, Any] | None = None, plan: str = "lean", **rest: Any
 ) -> Judgement:

@@ -19,11 +19,6 @@ from draco.judge.records import CallRecord
 SECRET = b"0123456789abcdef"
 
 
-@pytest.fixture
-def fake() -> FakeJudge:
-    return FakeJudge()
-
-
 def judge(fake: FakeJudge, g: Group, pipeline_options: dict[str, Any] | None = None, **options: Any) -> Judgement:
     pipeline = JudgePipeline(client(fake), secret=SECRET, **(pipeline_options or {}))
     return asyncio.run(pipeline.judge_group(g, **options))

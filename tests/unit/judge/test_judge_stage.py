@@ -31,11 +31,6 @@ from draco.update.metrics import judge_speed
 
 
 @pytest.fixture
-def fake() -> FakeJudge:
-    return FakeJudge()
-
-
-@pytest.fixture
 def stages() -> Iterator[list[JudgedRubric]]:
     """Stages to close, so that no thread outlives its test."""
     made: list[JudgedRubric] = []

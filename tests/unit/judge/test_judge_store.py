@@ -60,11 +60,6 @@ def judged(
         judge.close()
 
 
-@pytest.fixture
-def fake() -> FakeJudge:
-    return FakeJudge()
-
-
 def test_a_second_process_asks_nothing_and_judges_alike(fake: FakeJudge, tmp_path: Path) -> None:
     first, before, _ = judged(fake, tmp_path)
     assert len(fake.calls) == 6
