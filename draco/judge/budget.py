@@ -48,9 +48,7 @@ class Spend:
     def guess(self, messages: Sequence[Mapping[str, str]], max_tokens: int | None) -> int:
         """Tokens that a request will probably take.
 
-        Args:
-            messages: the prompt; four characters a token is the usual rule of thumb.
-            max_tokens: limit of the reply; None = none.
+        Four characters a token is the usual rule of thumb. `max_tokens` limits the reply; None = no limit.
         """
         reply = self._written // self._replies if self._replies else _REPLY_GUESS
         return sum(len(m["content"]) for m in messages) // 4 + min(reply, max_tokens or reply)
@@ -69,7 +67,6 @@ class Spend:
         """Count one attempt that the provider answered.
 
         Args:
-            usage: as it says.
             cost: USD; None = unknown.
             guess: tokens that it was guessed to take; 0 = none was made.
             estimated: `usage` is an estimate.
@@ -102,10 +99,7 @@ class Spend:
         return self.agreed[0] + usd * self.world, self.agreed[1] + tokens * self.world
 
     def check(self, guess: int) -> None:
-        """See that the caps hold another request.
-
-        Args:
-            guess: tokens that it will probably take.
+        """See that the caps hold another request, which will probably take `guess` tokens.
 
         Raises:
             TrainingStopped: a cap would be passed.

@@ -74,9 +74,6 @@ def key_of(parameters: Mapping[str, Any], prompt_hash: str, seed: int, step: int
 
     Args:
         parameters: model and whatever else decides its reply.
-        prompt_hash: over the messages.
-        seed: of the run.
-        step, sample: of the call.
         repeat: 0-based, where one prompt is asked several times.
     """
     content = json.dumps([dict(parameters), prompt_hash, seed, step, sample, repeat], sort_keys=True, default=str)

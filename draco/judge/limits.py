@@ -48,8 +48,6 @@ class Pace:
 
     Args:
         requests_per_min, tokens_per_min: None = unlimited.
-        clock: seconds; replaced in tests.
-        sleep: waits so many seconds; replaced in tests.
     """
 
     def __init__(
@@ -70,11 +68,7 @@ class Pace:
         self._not_before = max(self._not_before, self._clock() + seconds)
 
     async def enter(self, tokens: int) -> Entry:
-        """Wait until a request may be sent.
-
-        Args:
-            tokens: expected use. A request larger than the limit is sent when nothing else is in the window.
-        """
+        """Wait until a request of `tokens` may be sent. One larger than the limit goes when the window is empty."""
         if self.requests_per_min is None and self.tokens_per_min is None and self._clock() >= self._not_before:
             return Entry(0.0, tokens)
         async with self._turn():

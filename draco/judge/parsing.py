@@ -84,11 +84,7 @@ def _object(text: str, mendable: bool) -> tuple[dict[str, Any], bool]:
 
 
 def _strict(text: str) -> dict[str, Any] | None:
-    """The object that a text is.
-
-    Raises:
-        ReplyFault: a name occurs twice in an object.
-    """
+    """The object that a text is; a name that occurs twice in one is a fault."""
     try:
         data = json.loads(text, object_pairs_hook=_once)
     except ReplyFault:
@@ -99,11 +95,7 @@ def _strict(text: str) -> dict[str, Any] | None:
 
 
 def _no_rival(cut: str, data: dict[str, Any]) -> None:
-    """A judge may quote `</think>` and a verdict after its own verdict; then its own was taken for a thought.
-
-    Raises:
-        ReplyFault: the text before the last `</think>`, other than a plain thought, holds another such object.
-    """
+    """A judge may quote `</think>` and a verdict after its own verdict; then its own was taken for a thought."""
     if cut.startswith("<think>"):
         cut = cut.partition("</think>")[2]
     for candidate in objects(cut):
@@ -151,24 +143,14 @@ def _depths(text: str) -> tuple[int, int]:
 
 
 _NUMBER = r"-?+(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
-
-
 _SPACE = r"[ \t\r\n]*+"
-
-
 _LIST = rf"\[{_SPACE}{_NUMBER}(?:{_SPACE},{_SPACE}{_NUMBER})*+{_SPACE},?+{_SPACE}\]"
-
-
 #: a name and the complete number, or list of numbers, under it
 _NAMED = re.compile(
     rf"""(?<![\w"'])(["']?+)(\w{{1,60}}+)\1{_SPACE}:{_SPACE}({_NUMBER}|{_LIST})(?={_SPACE}[,}}\]])""", re.ASCII
 )
-
-
 #: a string, to the end of the text if it has none of its own, or a bracket: one pass, whatever the text
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
-
-
 DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 

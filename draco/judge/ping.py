@@ -24,7 +24,6 @@ async def ping(client: JudgeClient, endpoint: JudgeEndpoint | None = None) -> Ca
     """Have one made-up turn scored by one criterion, without the cache; the verdict itself does not matter.
 
     Args:
-        client: the judge.
         endpoint: another model of it; None: its own and its fallbacks.
 
     Returns:

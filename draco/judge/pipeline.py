@@ -28,14 +28,7 @@ from draco.judge.client import JudgeClient
 from draco.judge.endpoints import JudgeEndpoint
 from draco.judge.prompts import criteria_block, messages, prompt_version
 from draco.judge.records import CallRecord, Counters, call_metrics, with_rates
-from draco.judge.replies import (
-    Attributed,
-    Scored,
-    check_assessments,
-    check_attributions,
-    check_criteria,
-    check_scores,
-)
+from draco.judge.replies import Attributed, Scored, check_assessments, check_attributions, check_criteria, check_scores
 from draco.judge.requests import JudgeRequest
 from draco.judge.transcript import LEAST_SECRET, Blocks, Caps
 from draco.judge.verdicts import count_scores, judgement_of, surviving

@@ -19,14 +19,7 @@ from typing import Any
 from draco.core.types import Criterion
 from draco.judge.transcript import CONTROL
 
-__all__ = [
-    "CALLS",
-    "PHASES",
-    "criteria_block",
-    "messages",
-    "prompt_text",
-    "prompt_version",
-]
+__all__ = ["CALLS", "PHASES", "criteria_block", "messages", "prompt_text", "prompt_version"]
 
 #: the paper's five kinds of call, in the order in which a group makes them
 PHASES = ("propose_task", "propose_rollout", "merge", "score", "attribute")
@@ -45,9 +38,8 @@ def prompt_text(name: str) -> str:
 @cache
 def prompt_version(phase: str, *, lean: bool = False) -> str:
     """16 hex digits over the packaged texts that a call of this phase is made of; a lean one has those of all calls."""
-    return hashlib.sha256(f"{prompt_text('system')}\0{prompt_text('lean' if lean else phase)}".encode()).hexdigest()[
-        :16
-    ]
+    texts = f"{prompt_text('system')}\0{prompt_text('lean' if lean else phase)}"
+    return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
 @cache
@@ -76,8 +68,6 @@ def criteria_block(
     by a judge that read untrusted text: control tokens are escaped in them as well.
 
     Args:
-        criteria: what to list, in this order.
-        heading: the line above the fence.
         extra: further fields for each criterion; empty for none.
         without: names of fields to leave out.
     """
@@ -108,9 +98,7 @@ def messages(
     """System and user message of one call: `material` in order, then the call's instructions.
 
     Args:
-        phase: names the call.
         material: blocks of the transcript and of criteria.
-        caveats: what to know about the environment.
         lean: the instructions of all calls are in the system message, and the user message ends with the call's name.
     """
     last = f"# Call: {phase}\nAnswer as {phase} in your instructions says: one JSON object and nothing else.\n"

@@ -17,17 +17,9 @@ from draco.core.types import Criterion
 from draco.judge.parsing import ReplyFault
 
 __all__ = [
-    "LIMITS",
-    "Assessed",
-    "Attributed",
-    "Scored",
-    "check_assessments",
-    "check_attributions",
-    "check_criteria",
-    "check_scores",
-    "json_schema",
-    "strict_schema",
-]
+    "LIMITS", "Assessed", "Attributed", "Scored", "check_assessments", "check_attributions", "check_criteria",
+    "check_scores", "json_schema", "strict_schema",
+]  # fmt: skip
 
 #: most criteria that a reply of this phase may hold (DRACO, Section 3)
 LIMITS = {"propose_task": 15, "propose_rollout": 10, "merge": 24}

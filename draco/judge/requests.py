@@ -76,11 +76,7 @@ class Call(Generic[T]):
         return self.request.schema or json_schema(self.request.phase)
 
     def left(self, deadline_s: float | None) -> float:
-        """Seconds until the call must be done.
-
-        Args:
-            deadline_s: from the first attempt on; None = none.
-        """
+        """Seconds until the call must be done; `deadline_s` counts from its first attempt, None = none."""
         now, left = time.monotonic(), float("inf")
         if self.request.deadline is not None:
             left = self.request.deadline - now

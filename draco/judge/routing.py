@@ -21,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,13 +43,7 @@ log = logging.getLogger("draco")
 
 
 class Router:
-    """Sends the questions of one judge.
-
-    Args:
-        options: limits, retries, deadlines.
-        endpoints: the judge's model, then its fallbacks.
-        transport: carries the requests.
-    """
+    """Sends the questions of one judge to its model and that model's fallbacks, in the order of `endpoints`."""
 
     def __init__(self, options: JudgeOptions, endpoints: Sequence[JudgeEndpoint], transport: Transport) -> None:
         self.options, self.endpoints, self.transport = options, tuple(endpoints), transport
@@ -116,17 +111,7 @@ class Router:
         raise AssertionError("unreachable: the last endpoint replies or raises")
 
     async def _retry(self, call: Call[Any], endpoint: JudgeEndpoint, *, last: bool, once: bool) -> Reply:
-        """A reply from one model.
-
-        Args:
-            call: the call.
-            endpoint: the model.
-            last: no other model can be asked.
-            once: make one attempt only.
-
-        Raises:
-            Fault: of the last attempt.
-        """
+        """A reply from one model, or the fault of its last attempt. `last`: no other model can be asked."""
 
         def given_up() -> bool:
             """Whether another call has found meanwhile that the model gives no reply."""
@@ -182,11 +167,7 @@ class Router:
         return reply
 
     def _check_served(self, call: Call[Any], reply: Reply) -> None:
-        """Notice when the provider's model or fingerprint is not the one that it was.
-
-        Raises:
-            TrainingStopped: it changed and `on_model_change` is stop.
-        """
+        """Notice when the provider's model or fingerprint is not the one that it was."""
         model, now = call.endpoint.model, (reply.served_model, reply.fingerprint)
         if model not in self._served:
             self._served[model] = call.store.served(model) if call.store is not None else []
@@ -211,6 +192,8 @@ def _name(served: tuple[str, str]) -> str:
 
 
 _LONGEST_S = 600.0
+#: name and address of a model
+Place = tuple[str, str | None]
 
 
 @dataclass(slots=True)
@@ -225,20 +208,19 @@ class Breaker:
 
     Args:
         rest_s: first pause; doubles with every trial that fails, up to ten minutes.
-        clock: seconds; replaced in tests.
     """
 
     def __init__(self, rest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rest_s, self._clock = rest_s, clock
-        self._states: dict[Hashable, _State] = {}
+        self._states: defaultdict[Place, _State] = defaultdict(_State)
 
-    def open(self, place: Hashable) -> bool:
+    def open(self, place: Place) -> bool:
         """Whether the model is not asked at present."""
-        return place in self._states and self._states[place].failures > 0
+        return self._states[place].failures > 0
 
-    def enter(self, place: Hashable) -> Literal["ask", "try", "pass"]:
+    def enter(self, place: Place) -> Literal["ask", "try", "pass"]:
         """What the next call should do: ask with all its retries, try once, or pass on to the fallback."""
-        state = self._states.setdefault(place, _State())
+        state = self._states[place]
         if not state.failures:
             return "ask"
         if state.trying or self._clock() < state.until:
@@ -246,34 +228,27 @@ class Breaker:
         state.trying = True
         return "try"
 
-    def replied(self, place: Hashable) -> None:
+    def replied(self, place: Place) -> None:
         """It gave a reply, or refused one prompt: it is there."""
-        state = self._states.setdefault(place, _State())
+        state = self._states[place]
         if state.failures:
-            log.warning("%s answers again", _place(place))
+            log.warning("%s answers again", place[0])
         state.failures, state.trying = 0, False
 
-    def gave_up(self, place: Hashable, tried: bool, why: str) -> None:
-        """It gave no reply. Calls that began before another call found this out change nothing.
+    def gave_up(self, place: Place, tried: bool, why: str) -> None:
+        """It gave no reply; `tried` by a call that `enter` had told to try.
 
-        Args:
-            tried: by a call that `enter` had told to try.
-            why: for the log.
+        Calls that began before another call found this out change nothing.
         """
-        state = self._states.setdefault(place, _State())
+        state = self._states[place]
         if state.failures and not tried:
             return
         state.failures += 1
         state.trying = False
         pause = min(self.rest_s * 2.0 ** (state.failures - 1), _LONGEST_S)
         state.until = self._clock() + pause
-        log.warning("%s gives no reply (%s): its fallback is asked for %.0f s", _place(place), why, pause)
+        log.warning("%s gives no reply (%s): its fallback is asked for %.0f s", place[0], why, pause)
 
-    def left(self, place: Hashable) -> None:
+    def left(self, place: Place) -> None:
         """A trial ended without saying anything about the model (cancelled, out of time)."""
-        if place in self._states:
-            self._states[place].trying = False
-
-
-def _place(place: Hashable) -> str:
-    return str(place[0]) if isinstance(place, tuple) else str(place)
+        self._states[place].trying = False

@@ -46,19 +46,16 @@ class BaseRubric(RubricStage):
     def take(self) -> Taken:
         """Records of all calls in a fixed order, and counters and rates over all judgements."""
         metrics, self._metrics = self._metrics, []
-        return Taken(with_rates(add_metrics(metrics)), calls=self._take_records())
-
-    def _take_records(self) -> list[CallRecord]:
         taken = []
         while self._records:
             taken.append(self._records.popleft())
         # Attempts before models: a fallback is another model within one call.
-        return sorted(
-            taken,
+        taken.sort(
             key=lambda r: (
                 r.step, r.task_id, CALLS.index(r.phase), r.sample, r.repeat, r.attempt, r.model, r.prompt_hash,
-            ),
+            )
         )  # fmt: skip
+        return Taken(with_rates(add_metrics(metrics)), calls=taken)
 
 
 @checked("rubric", max_failed_share="judge.max_failed_share")
@@ -88,15 +85,12 @@ class JudgedRubric(BaseRubric):
         """Set up the stage.
 
         Args:
-            judge: carries the calls; its options name the view and the members of an ensemble.
             caveats: added to every prompt, before those of the environment.
-            attribution_overrides: see `JudgePipeline`.
-            propose_cache: see `JudgePipeline`.
+            attribution_overrides, propose_cache, panel: see `JudgePipeline`.
             order: `batch` yields judgements by the groups' position in the batch, `arrival` as they are complete.
             max_failed_share: more failed judgements than this share of a batch's trajectories stop the run; None takes
                 the judge's own.
             max_action_chars, max_observation_chars: of one step; a longer text is shown without its middle.
-            panel: who scores; None: the judge's members, or its model alone.
 
         Raises:
             ConfigError: an option is out of range.
@@ -257,11 +251,8 @@ class JudgedRubric(BaseRubric):
             )
 
     def _stop_if_gone(self) -> None:
-        """Ask the judge again after calls of this batch were given up.
-
-        Training may go on without the judgements that a passing fault cost. If the judge is gone, an undisturbed run
-        would make another batch of it, so the run stops.
-        """
+        """Ask again after calls were given up. A passing fault costs its judgements only; a judge that is gone, the
+        batch: an undisturbed run would make another one of it."""
         try:
             self.ping()
         except JudgeError as error:

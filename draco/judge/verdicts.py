@@ -55,11 +55,9 @@ def judgement_of(
     *,
     apply: bool,
 ) -> Judgement:
-    """The judgement of a group.
+    """The judgement of a group by [K] criteria.
 
     Args:
-        group: its members.
-        criteria: [K].
         scored: [K] scores of each member.
         attributed: by sample and criterion; those of dropped criteria are not used.
         counters: what to count attributions and dropped criteria in.

@@ -8,6 +8,7 @@ tokens.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
@@ -35,7 +36,6 @@ class Rollout(AgentLoop):
     """A trajectory whose turns are sampled token by token.
 
     Args:
-        episode, limits, identity: see `AgentLoop`.
         chat: encodes prompt, observations and turn glue.
         step_kind: what a step is: `turn`, `code_block` or `tool_call`.
     """
@@ -141,14 +141,7 @@ class Rollout(AgentLoop):
 
     def _tokens_until(self, sampled: list[int], characters: int) -> int:
         """Smallest number of tokens whose text covers the first `characters` of the turn."""
-        low, high = 1, len(sampled)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self.chat.decode(sampled[:middle])) >= characters:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return 1 + bisect_left(range(1, len(sampled)), characters, key=lambda n: len(self.chat.decode(sampled[:n])))
 
     def trajectory(self) -> Trajectory:
         termination = self._finished()

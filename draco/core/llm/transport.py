@@ -122,7 +122,6 @@ class Transport:
 
         Args:
             messages: role and content of each.
-            endpoint: whom to ask.
             timeout_s: seconds until it is given up.
             schema: name and JSON Schema of the reply, sent where the model takes one.
 

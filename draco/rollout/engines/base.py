@@ -56,7 +56,6 @@ class Engine(ABC, Generic[R]):
         """Prepare before the first rollout; what cannot work is found here.
 
         Args:
-            policy: the policy that will be sampled.
             run: run folder.
             temperature: of training rollouts.
 

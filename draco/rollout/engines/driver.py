@@ -30,7 +30,6 @@ class Flight(Generic[R]):
     """A batch of rollouts under way on the background loop, from construction on.
 
     Args:
-        rollouts: the batch.
         work: drives them to their ends; its argument takes each rollout that has ended.
     """
 
@@ -91,7 +90,6 @@ async def drive(
     """Drive every rollout to its end.
 
     Args:
-        rollouts: what to drive.
         sample: gets the next turn of a rollout from its model, or ends the rollout.
         concurrency: rollouts at a time, and no more than their environment has places for.
         threads: where environments are stepped.

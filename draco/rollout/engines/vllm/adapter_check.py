@@ -49,13 +49,7 @@ def require_applied(url: str, adapter: Adapter, answer: Completion, base: Comple
 
 
 class AdapterCheck:
-    """The trainer's side of the comparison, for one adapter version.
-
-    Args:
-        policy: with the adapter's weights.
-        temperature: of sampling.
-        tolerance: bar on the mean |Δ|.
-    """
+    """The trainer's side of the comparison, for one adapter version; `tolerance` is the bar on the mean |Δ|."""
 
     def __init__(self, policy: Policy, temperature: float, tolerance: float) -> None:
         self.policy, self.temperature, self.tolerance = policy, temperature, tolerance
@@ -84,12 +78,7 @@ class AdapterCheck:
         return found
 
     def compare(self, url: str, adapter: str, answer: Completion, ours: dict[float, Tensor]) -> None:
-        """Compare all.
-
-        Args:
-            url, adapter: for the message.
-            answer: the server's.
-            ours: what `expect` gave for the sampled tokens.
+        """Compare a server's answer with what `expect` gave for the tokens that it sampled.
 
         Raises:
             EngineError: the server does not serve these weights, or not at this temperature.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +16,9 @@ __all__ = ["Completion", "ModelMissing", "Server", "ServerBusy", "attempts"]
 
 #: the sampling distribution is softmax(logits / temperature) and nothing else, whatever the model's own defaults are
 _PLAIN = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
 
 
 class ServerBusy(ServerLost):
@@ -49,7 +44,6 @@ class Server:
     Args:
         url: e.g. ``http://127.0.0.1:8000``, without ``/v1``.
         session: carries the API key in its headers.
-        timeout_s: of one request.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, timeout_s: float) -> None:
@@ -90,7 +84,7 @@ class Server:
         }
         if with_prompt:
             body["prompt_logprobs"] = 0
-        reply = await self._post("/v1/completions", body)
+        reply = await self._request("POST", "/v1/completions", body)
         try:
             (choice,) = reply["choices"]
             ids = tuple(int(i) for i in choice["token_ids"])
@@ -112,7 +106,7 @@ class Server:
 
     async def models(self) -> list[dict[str, Any]]:
         """Served model and adapters, as the server lists them."""
-        reply = await self._request("GET", "/v1/models", None)
+        reply = await self._request("GET", "/v1/models")
         data = reply.get("data")
         return data if isinstance(data, list) else []
 
@@ -127,7 +121,7 @@ class Server:
     async def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter folder that the server can read; one that is there already is left as it is."""
         try:
-            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+            await self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
         except ServerRefused as error:
             if "already been loaded" not in str(error):
                 raise
@@ -135,17 +129,17 @@ class Server:
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; unknown ones are ignored."""
         try:
-            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except (ModelMissing, ServerRefused):
             return
 
     async def sleep(self) -> None:
         """Give the GPU's memory back, weights kept in main memory. Requests wait until `wake`."""
-        await self._post("/sleep?level=1", None)
+        await self._request("POST", "/sleep?level=1")
 
     async def wake(self) -> None:
         """Take the GPU's memory back."""
-        await self._post("/wake_up", None)
+        await self._request("POST", "/wake_up")
 
     async def sleeps(self) -> bool:
         """True if it is asleep.
@@ -154,17 +148,14 @@ class Server:
             ServerRefused: it cannot sleep.
         """
         try:
-            return bool((await self._request("GET", "/is_sleeping", None)).get("is_sleeping"))
+            return bool((await self._request("GET", "/is_sleeping")).get("is_sleeping"))
         except ModelMissing as error:
             raise ServerRefused(
                 f"{self.url} cannot sleep; start it with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or set "
                 "engine.sleep=false"
             ) from error
 
-    async def _post(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        return await self._request("POST", path, body)
-
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=10)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as reply:
@@ -175,8 +166,6 @@ class Server:
                     content = await reply.json()
                     return content if isinstance(content, dict) else {}
                 text = (await reply.text())[:300]
-        except asyncio.CancelledError:
-            raise
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             what = f"no answer within {self.timeout_s:.0f} s" if isinstance(error, TimeoutError) else str(error)
             raise ServerLost(f"{self.url}{path}: {what or type(error).__name__}") from error

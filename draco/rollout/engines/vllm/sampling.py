@@ -21,16 +21,7 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """Samples the turns of one batch by one adapter version.
-
-    Args:
-        sync: the servers, and how one that has come back gets the adapter again.
-        session: connections, for as long as the batch takes.
-        adapter, check: the version.
-        temperature: > 0, or 0 for greedy decoding.
-        retries: of a request, on other servers where there are some.
-        cooldown_s: a lost server rests so long.
-    """
+    """Samples the turns of one batch by one adapter version; options as in `VllmEngine`."""
 
     def __init__(
         self,

@@ -29,8 +29,6 @@ class AdapterSync:
     """Keeps servers on the policy's weights.
 
     Args:
-        replicas: the servers.
-        store: where versions are written.
         folder_on_server: the store's folder as servers see it; None = the same path.
         tolerance: mean |Δ log-prob| of the check; None = `default_tolerance`.
         retries: of a push that lost its server.
@@ -59,8 +57,6 @@ class AdapterSync:
         ranks come here together, with tasks or without.
 
         Args:
-            policy: with the weights to serve.
-            temperature: of sampling.
             first: no server may be missing.
 
         Raises:
@@ -146,11 +142,8 @@ async def push(
     """Load an adapter, ask base model and adapter about the prompt, and unload what is older than the version before.
 
     Args:
-        replica, server: where.
-        adapter: which.
         folder: of the adapter, as the server sees it.
         prompt: token ids.
-        temperature: of sampling.
 
     Returns:
         The adapter's answer; the base model's is kept in the replica.
