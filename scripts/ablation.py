@@ -12,7 +12,6 @@ into one table, they need another out=.
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from rich.console import Console
 from draco.core.errors import ConfigError
 from draco.core.files import read_json, write_json
 from draco.core.table import Table
+from draco.study.statistics import mean_std
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = (
@@ -116,11 +116,8 @@ def run_cell(rubric: str, credit: str, seed: int, out: Path, jobs: int, further:
 
 def spread(values: list[float | None]) -> str:
     """Mean ± sample standard deviation in percent; one value has no deviation."""
-    present = [100 * v for v in values if v is not None]
-    if not present:
-        return "–"
-    deviation = f" ± {statistics.stdev(present):.1f}" if len(present) > 1 else ""
-    return f"{statistics.mean(present):.1f}{deviation}"
+    found = mean_std(values)
+    return found.shown(100) if found else "–"
 
 
 def percent(value: float | None) -> str:

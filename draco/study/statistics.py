@@ -21,6 +21,10 @@ class Spread:
     std: float | None  #: None where there is one value only
     missing: int = 0  #: unknown values, in neither; to be named wherever the mean is shown
 
+    def shown(self, scale: float) -> str:
+        """`mean ± std`, times a scale."""
+        return f"{scale * self.mean:.1f}" + ("" if self.std is None else f" ± {scale * self.std:.1f}")
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:

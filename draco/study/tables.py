@@ -104,7 +104,7 @@ def _table(
         cells = [(row, *map(_mean, spreads), _average(spreads)) for row, spreads in rows]
         names, notes = [*names, "average"], [*notes, *end]
     else:
-        cells = [(row, *(_plus_minus(s, scale) for s in spreads)) for row, spreads in rows]
+        cells = [(row, *(s.shown(scale) if s else None for s in spreads)) for row, spreads in rows]
         notes += _single(rows, names)
     return Table(name, title, ("setting", *names), tuple(cells), form, tuple(notes))
 
@@ -218,12 +218,6 @@ def _mean(spread: Spread | None) -> float | None:
 def _average(spreads: Sequence[Spread | None]) -> float | None:
     known = [s.mean for s in spreads if s]
     return sum(known) / len(known) if known and len(known) == len(spreads) else None
-
-
-def _plus_minus(spread: Spread | None, scale: float) -> str | None:
-    if spread is None:
-        return None
-    return f"{scale * spread.mean:.1f}" + ("" if spread.std is None else f" ± {scale * spread.std:.1f}")
 
 
 # -- notes -------------------------------------------------------------------------------------------------------------

@@ -163,14 +163,17 @@ def parse_results(
         for task, found in runs.items()
         for record in (*_numbered(found), *(_missing(task, s) for s in range(len(found), n)))
     ]
-    cost = _cost(usage["agent"], prices), _cost(usage["user"], user_prices)
+    agent_usd, user_usd = (
+        None if price is None else price.cost(Usage(*usage[who]))
+        for who, price in (("agent", prices), ("user", user_prices))
+    )
     return {
         **summarise(records),
         "infrastructure_errors": errors,
         "missing": missing,
-        "cost_usd": None if None in cost or not n else sum(c for c in cost if c is not None) / n,
-        "agent_cost_usd": cost[0],
-        "user_cost_usd": cost[1],
+        "cost_usd": None if agent_usd is None or user_usd is None or not n else (agent_usd + user_usd) / n,
+        "agent_cost_usd": agent_usd,
+        "user_cost_usd": user_usd,
         "tau2": {k: info[k] for k in ("version", "num_trials", "max_steps", "seed") if k in info},
         "records": [r.as_dict() for r in records],
     }
@@ -254,7 +257,3 @@ def _missing(task: str, sample: int) -> EvalRecord:
     return EvalRecord(
         task, task, 0, sample, False, "environment_error", 0, 0, error="quarantined: no simulation in the results"
     )
-
-
-def _cost(tokens: Sequence[int], prices: Prices | None) -> float | None:
-    return None if prices is None else prices.cost(Usage(*tokens))

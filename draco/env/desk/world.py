@@ -131,16 +131,15 @@ class World:
         return f"held {held}"
 
     def _confirm(self, held: str, prefix: str, said: str) -> str:
-        if held not in self.held or not held.startswith(prefix):
-            raise Refused("no such id")
-        self.effects.append(self.held.pop(held))
+        self.effects.append(self._taken(held, prefix))
         return said
 
     def _cancel(self, held: str, prefix: str) -> str:
-        if held not in self.held or not held.startswith(prefix):
-            raise Refused("no such id")
-        del self.held[held]
+        self._taken(held, prefix)
         return "cancelled"
+
+    def _taken(self, held: str, prefix: str) -> tuple[Effect, int]:
+        return self.held.pop(_known(held, {id for id in self.held if id.startswith(prefix)}))
 
     def _send(self, to: str, amount: int) -> str:
         payees = {payee for payee, _ in self.facts.bills.values()}

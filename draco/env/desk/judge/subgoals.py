@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from draco.env.desk.judge.events import Change, Events
@@ -71,39 +71,37 @@ def _bill(found: Findings, done: Sequence[Change], bill: str) -> None:
     found.once(f"Pays the bill {bill} only once", f"The payment for the bill {bill}", done, "to")
 
 
+def _listed(
+    found: Findings, done: Sequence[Change], api: str, of: str, value: str, entries: str, acts: str, what: str,
+    *handlers: str, also: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """The list of `api` is read to its end, and all its entries of a name or state (and `also`) are acted on."""
+    listing = found.events.lists.get((api, of))
+    found.pages(f"Reads all pages of {entries}", entries, listing, *handlers)
+    wanted = {*(listing.ids(value) if listing else ()), *also}
+    known = bool(wanted) or listing is not None
+    found.items(f"{acts} all {what}", f"{acts} only {what}", what, done, wanted, known=known)
+
+
 def _approve(found: Findings, done: Sequence[Change], name: str) -> None:
-    listing = found.events.lists.get(("pay.requests", ""))
     what = f"requests by {name}"
-    found.pages("Reads all pages of payment requests", "payment requests", listing, "pay.approve")
-    wanted = listing.ids(name) if listing else set()
-    found.items(f"Approves all {what}", f"Approves only {what}", what, done, wanted, known=listing is not None)
+    _listed(found, done, "pay.requests", "", name, "payment requests", "Approves", what, "pay.approve")
     found.once(f"Approves no request by {name} twice", f"The action on an entry that is {what}", done, "id")
 
 
 def _clean(found: Findings, done: Sequence[Change], name: str) -> None:
-    listing = found.events.lists.get(("mail.list", ""))
+    searched = found.events.states.get(("mail.search", name), ())
     what = f"mails from {name}"
-    found.pages("Reads all pages of mails", "mails", listing, "mail.delete")
-    wanted = listing.ids(name) if listing else set()
-    wanted |= set(found.events.states.get(("mail.search", name), ()))
-    known = bool(wanted) or listing is not None
-    found.items(f"Deletes all {what}", f"Deletes only {what}", what, done, wanted, known=known)
+    _listed(found, done, "mail.list", "", name, "mails", "Deletes", what, "mail.delete", also=searched)
 
 
 def _purge(found: Findings, done: Sequence[Change], name: str) -> None:
-    listing = found.events.lists.get(("files.list", ""))
-    what = f"files of {name}"
-    found.pages("Reads all pages of files", "files", listing, "files.delete")
-    wanted = listing.ids(name) if listing else set()
-    found.items(f"Deletes all {what}", f"Deletes only {what}", what, done, wanted, known=listing is not None)
+    _listed(found, done, "files.list", "", name, "files", "Deletes", f"files of {name}", "files.delete")
 
 
 def _refund(found: Findings, done: Sequence[Change], name: str) -> None:
-    listing = found.events.lists.get(("orders.list", name))
     what, handlers = f"late orders of {name}", ("orders.refund", "orders.confirm")
-    found.pages(f"Reads all pages of orders of {name}", f"orders of {name}", listing, *handlers)
-    wanted = listing.ids("late") if listing else set()
-    found.items(f"Refunds all {what}", f"Refunds only {what}", what, done, wanted, known=listing is not None)
+    _listed(found, done, "orders.list", name, "late", f"orders of {name}", "Refunds", what, *handlers)
     found.once(f"Refunds no order of {name} twice", f"The action on an entry that is {what}", done, "id")
     found.confirmed(f"Confirms every refund for {name}", f"Every refund for {name}", done)
 
