@@ -19,6 +19,7 @@ requests.py     what a request holds, and a call on its way
 routing.py      gets a question answered: retries, fallbacks, a circuit breaker
 limits.py       requests and tokens a minute
 budget.py       spend caps
+bill.py         calls, tokens and cost, and their projection before a run
 endpoints.py    the judge's models and where they are
 options.py      conf/judge/*.yaml
 cache.py        the database of replies and attempts

@@ -6,9 +6,8 @@ Nothing is left in the run folder.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +20,10 @@ from rich.table import Table
 
 from draco.core.distributed import alone, check_shared, main_only, rank, world_size
 from draco.core.errors import ConfigError, DracoError
-from draco.core.llm.money import Prices, Usage
 from draco.core.types import Group, Message, Step, Task, Termination, Trajectory
+from draco.judge.bill import bill, projected
 from draco.judge.records import CallRecord
 from draco.judge.stage import JudgedRubric
-from draco.judge.transcript import DIGEST
 from draco.policy.policy import Policy
 from draco.run.build import Parts, build
 from draco.run.disk import check_disk
@@ -33,7 +31,7 @@ from draco.run.folder import check_free
 from draco.run.loader import TaskLoader
 from draco.stages import RubricStage
 
-__all__ = ["preflight", "projected"]
+__all__ = ["preflight"]
 
 T = TypeVar("T")
 
@@ -278,84 +276,23 @@ def _kernels() -> str:
     return f"{torch.cuda.get_device_name()}: bfloat16 attention forward and backward"
 
 
-#: a delimited block of a prompt: its kind and its text
-_BLOCK = re.compile(r"<<<BEGIN (TRANSCRIPT|STEPS|OPENING|DIGEST) \S+>>>\n(.*?)<<<END \1", re.DOTALL)
-_STEP_TAGS = 120  #: most characters of the tags and cut marks of a step in a digest
-
-
-def projected(
-    calls: Sequence[CallRecord],
-    group_size: int,
-    limits: tuple[int, int, int],
-    price: Callable[[str], Prices | None],
-) -> dict[str, tuple[float, float, float, float | None]]:
-    """Project the judge calls of a real group from the calls on a made-up group of two.
-
-    Every transcript in a prompt is counted as long as the limits allow, without prefix caching. Each voter, and each of
-    its repeats, is counted at the price of its model.
-
-    Args:
-        calls: on the made-up group.
-        group_size: rollouts of a real group.
-        limits: most tokens of a prompt, most tokens of a response, most turns.
-        price: of a model; None = unknown.
-
-    Returns:
-        phase → (calls, input tokens, output tokens, USD or None) of a group.
-    """
-    prompt, response, turns = limits
-    found: dict[str, tuple[float, float, float, float | None]] = {}
-    for phase in dict.fromkeys(c.phase for c in calls):
-        calls_n = all_in = all_out = 0.0
-        cost: float | None = 0.0
-        for voter in dict.fromkeys((c.model, c.repeat) for c in calls if c.phase == phase):
-            mine = [c for c in calls if c.phase == phase and (c.model, c.repeat) == voter]
-            on_group = mine[0].sample < 0
-            times = 1.0 if on_group else float(group_size)
-            text = "".join(content for _, content in mine[0].messages)
-            tokens_in = sum(c.tokens_in for c in mine) / len(mine)
-            tokens_out = sum(c.tokens_out for c in mine) / len(mine)
-            per_character = tokens_in / max(len(text), 1)
-            digest = per_character * turns * (DIGEST.action + DIGEST.observation + _STEP_TAGS)
-            longest = {
-                "TRANSCRIPT": prompt + response, "STEPS": response, "OPENING": prompt, "DIGEST": min(response, digest),
-            }  # fmt: skip
-            blocks = _BLOCK.findall(text)
-            for kind, inside in blocks:
-                several = on_group and sum(k == kind for k, _ in blocks) > 1  # a block for each of the two rollouts
-                tokens_in += longest[kind] * (group_size / 2 if several else 1.0) - per_character * len(inside)
-            calls_n, all_in, all_out = calls_n + times, all_in + times * tokens_in, all_out + times * tokens_out
-            if any(c.cost_usd != 0.0 for c in mine):  # the judge did not report that it is free
-                each = price(voter[0])
-                if each is None or cost is None:
-                    cost = None
-                else:
-                    cost += times * each.cost(Usage(int(tokens_in), int(tokens_out)))
-        found[phase] = (calls_n, all_in, all_out, cost)
-    return found
-
-
 def _bill(table: _Table, config: DictConfig, rubric: RubricStage, calls: list[CallRecord], loader: TaskLoader) -> None:
     """Add a row for each kind of call, and one with the most that the run may cost."""
     assert isinstance(rubric, JudgedRubric)
     with table.check("projected bill") as said:
         limits = (config.limits.max_prompt_tokens, config.limits.max_response_tokens, config.limits.max_turns)
-        each = projected(calls, config.group_size, limits, rubric.client.transport.price)
-        for phase in each:
-            mine = [c for c in calls if c.phase == phase]
-            one = mine[0]
+        lines = list(projected(calls, config.group_size, limits, rubric.client.transport.price))
+        for phase in dict.fromkeys(line.phase for line in lines):
+            one = next(c for c in calls if c.phase == phase)
             paid = "unknown price" if one.cost_usd is None else f"{one.cost_usd:.4g} USD"
             table.rows.append(
                 (f"  call: {phase}", True, f"{one.tokens_in} tokens in, {one.tokens_out} out, {paid}, {one.outcome}")
             )
         groups = (loader.steps - loader.position) * config.tasks_per_step
-        tokens = sum(t_in + t_out for _, t_in, t_out, _ in each.values()) * groups
-        costs = [cost for *_, cost in each.values()]
-        price = (
-            "price unknown (set judge.prices)" if None in costs else f"{sum(c or 0.0 for c in costs) * groups:,.2f} USD"
-        )
-        per_group = sum(times for times, *_ in each.values())
+        each = bill(lines)
+        tokens = (each["tokens_in"] + each["tokens_out"]) * groups
+        price = "price unknown (set judge.prices)" if each["usd"] is None else f"{each['usd'] * groups:,.2f} USD"
         said.append(
-            f"{groups} groups × {per_group:.0f} calls, rollouts as long as limits allow, no prefix cache, no retries: "
-            f"at most {tokens / 1e6:,.3g} million tokens, {price}"
+            f"{groups} groups × {each['calls']:.0f} calls, rollouts as long as limits allow, no prefix cache, no "
+            f"retries: at most {tokens / 1e6:,.3g} million tokens, {price}"
         )

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draco.core.llm.money import Prices, Usage
+from draco.core.llm.money import Prices
+from draco.judge.bill import Line
+from draco.judge.bill import bill as total_bill
 from draco.run.archive import read_table
 
 __all__ = [
@@ -103,17 +105,8 @@ def bill(calls: Mapping[str, float], means: Mapping[str, Call], price: Prices | 
         means: by phase; a phase that it lacks is as `STATED`.
         price: None = unknown.
     """
-    phases: dict[str, dict[str, float]] = {}
-    for phase, n in calls.items():
-        mean = means.get(phase, STATED[phase])
-        tokens = {"tokens_in": mean.tokens_in, "tokens_out": mean.tokens_out, "tokens_cached": mean.cached}
-        phases[phase] = {"calls": n, **{name: n * value for name, value in tokens.items()}}
-    names = ("calls", "tokens_in", "tokens_out", "tokens_cached")  # as in Usage
-    total: dict[str, Any] = {name: sum(p[name] for p in phases.values()) for name in names}
-    usd = None
-    if price is not None:
-        usd = price.cost(Usage(*(round(total[name]) for name in names[1:])))
-    return {**total, "usd": usd, "phases": phases}
+    found = ((phase, n, means.get(phase, STATED[phase])) for phase, n in calls.items())
+    return total_bill(Line(phase, n, m.tokens_in, m.tokens_out, m.cached, price) for phase, n, m in found)
 
 
 def implied_tokens(price: Prices, means: Mapping[str, Call], calls: Mapping[str, float]) -> dict[str, float]:

@@ -272,7 +272,7 @@ def test_unknown_plan(fake: FakeJudge) -> None:
 def test_the_projected_bill_counts_long_blocks_and_every_voter() -> None:
     """Rollouts as long as limits allow, group_size times every voter, each at its own price."""
     from draco.core.llm.money import Prices
-    from draco.run.preflight import projected
+    from draco.judge.bill import bill, projected
 
     fake = FakeJudge()
     records: list[CallRecord] = []
@@ -280,14 +280,15 @@ def test_the_projected_bill_counts_long_blocks_and_every_voter() -> None:
     asyncio.run(JudgePipeline(judge, secret=b"s" * 32, sink=records.append).judge_group(group(2)))
     calls = [replace(r, cost_usd=None) for r in records]
     prices = {"fake-judge/a": Prices(1.0, 0.0), "fake-judge/b": Prices(2.0, 0.0), "fake-judge/c": Prices(4.0, 0.0)}
-    found = projected(calls, 6, (1_000, 20_000, 10), prices.get)
-    assert {phase: row[0] for phase, row in found.items()} == {
+    lines = list(projected(calls, 6, (1_000, 20_000, 10), prices.get))
+    found = {phase: bill(one for one in lines if one.phase == phase) for phase in bill(lines)["phases"]}
+    assert {phase: row["calls"] for phase, row in found.items()} == {
         "propose_task": 1, "propose_rollout": 6, "merge": 1, "assess": 18
     }  # fmt: skip
     joint = found["assess"]
-    assert joint[3] is not None
-    assert 18 * 21_000 < joint[1] < 18 * 21_100
-    assert joint[3] == pytest.approx(joint[1] * 7 / 3 / 1e6, rel=1e-3)
-    assert found["propose_rollout"][1] > 6 * 21_000
-    assert found["merge"][3] is None  # the main model's price is unknown
-    assert found["merge"][1] < 1_100 + 6 * 10 * 480  # digests are cut
+    assert joint["usd"] is not None
+    assert 18 * 21_000 < joint["tokens_in"] < 18 * 21_100
+    assert joint["usd"] == pytest.approx(joint["tokens_in"] * 7 / 3 / 1e6, rel=1e-3)
+    assert found["propose_rollout"]["tokens_in"] > 6 * 21_000
+    assert found["merge"]["usd"] is None  # the main model's price is unknown
+    assert found["merge"]["tokens_in"] < 1_100 + 6 * 10 * 480  # digests are cut
