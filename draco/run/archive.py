@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draco.core.files import publish
+from draco.core.files import publish, step_name, step_of, step_paths
 from draco.core.types import Credit, Group, Message, Step, Task, Termination, Trajectory
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "write_step",
 ]  # fmt: skip
 
-_NAME = re.compile(r"step=(\d{6,})")
 _INT, _FLOAT, _TEXT, _BOOL = pa.int32(), pa.float64(), pa.string(), pa.bool_()
 _INTS, _FLOATS, _TEXTS = pa.list_(_INT), pa.list_(_FLOAT), pa.list_(_TEXT)
 
@@ -66,18 +65,17 @@ TABLES: dict[str, pa.Schema] = {
 
 def step_folder(run: Path, step: int) -> Path:
     """The folder of one step's tables."""
-    return run / "archive" / f"step={step:06d}"
+    return run / "archive" / step_name(step)
 
 
 def step_folders(run: Path) -> list[Path]:
     """The folders of all complete steps, in order."""
-    found = (p for p in (run / "archive").glob("step=*") if _NAME.fullmatch(p.name))
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step=")))
+    return step_paths(run / "archive")
 
 
 def archived_steps(run: Path) -> list[int]:
     """Numbers of all complete steps, in order."""
-    return [int(p.name.removeprefix("step=")) for p in step_folders(run)]
+    return [step_of(p) for p in step_folders(run)]
 
 
 def write_step(

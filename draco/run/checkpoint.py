@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,21 +44,15 @@ __all__ = [
     "read_state", "restore_rng", "rng_state", "save", "size_of",
 ]  # fmt: skip
 
-_NAME = re.compile(r"step=(\d{6,})")
-
 
 def folder_of(run: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` batches."""
-    return run / "checkpoints" / f"step={step:06d}"
+    return run / "checkpoints" / files.step_name(step)
 
 
 def checkpoints(run: Path) -> list[Path]:
     """All complete checkpoints of a run, oldest first."""
-    return sorted((p for p in (run / "checkpoints").glob("step=*") if _NAME.fullmatch(p.name)), key=_step)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step="))
+    return files.step_paths(run / "checkpoints")
 
 
 def latest(run: Path) -> Path:
@@ -243,9 +236,9 @@ def prune(run: Path, *, epoch: int, keep_last: int, keep_every: int = 0) -> None
         keep_every: multiples of it are kept; 0 = none.
     """
     folders = checkpoints(run)
-    keep = _kept([_step(folder) for folder in folders], epoch, keep_last, keep_every)
+    keep = _kept([files.step_of(folder) for folder in folders], epoch, keep_last, keep_every)
     for folder in folders:
-        if _step(folder) not in keep:
+        if files.step_of(folder) not in keep:
             files.remove(folder)
 
 

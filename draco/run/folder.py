@@ -246,8 +246,8 @@ def set_aside(run: Path, step: int, *, goes_on: bool) -> None:
         number += 1
         aside = aside.with_name(f"{aside.name.split('.')[0]}.{number}")
     moved: list[str] = []
-    archived = [f for f in step_folders(run) if int(f.name.removeprefix("step=")) >= step]
-    evaluations = [f for f in run.glob("evaluations/step=*.json") if int(f.stem.removeprefix("step=")) > step]
+    archived = [f for f in step_folders(run) if files.step_of(f) >= step]
+    evaluations = [f for f in run.glob("evaluations/step=*.json") if files.step_of(f) > step]
     ends = [run / name for name in ("summary.json", "train_success.csv", "report.html")]
     if goes_on:
         ends.append(run / "evaluation_after.json")

@@ -26,7 +26,7 @@ __all__ = [
 
 def evaluation_file(run: Path, step: int) -> Path:
     """The file of the evaluation after `step` batches of training."""
-    return run / "evaluations" / f"step={step:06d}.json"
+    return run / "evaluations" / f"{files.step_name(step)}.json"
 
 
 def evaluation_metrics(content: Mapping[str, Any]) -> dict[str, float]:
