@@ -91,4 +91,4 @@ def test_the_table_of_a_finished_run_is_shown_once(rank: int, tmp_path: Path, mo
     summary = {"setting": "dynamic+step"}
     monkeypatch.setattr("draco.run.train.rank", lambda: rank)
     monkeypatch.setattr("draco.run.train.main_only", lambda _: (None, {"step": 3}, summary))
-    assert _train(DictConfig({}), tmp_path, 0.0) == ({} if rank else summary)
+    assert _train(DictConfig({}), tmp_path, 0.0, None) == ({} if rank else summary)
