@@ -51,7 +51,7 @@ def _call(words: list[str]) -> int | None:
         raise ConfigError(f"draco has no verb {name!r}; {meant}Verbs: {', '.join(VERBS)}; draco --help explains them")
     chosen = verb(name)
     if {"-h", "--help"} & set(arguments) and name != "train":  # Hydra answers for train, with groups and choices
-        print(chosen.COMMAND.help())
+        print(chosen.help_of(arguments) if name == "evaluate" else chosen.COMMAND.help())
         return 0
     status: int | None = chosen.main(arguments)
     return status

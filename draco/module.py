@@ -31,7 +31,7 @@ from draco.update.metrics import credit_metrics, loss_metrics, merge_metrics
 from draco.update.options import LossOptions, UpdateOptions
 from draco.update.packing import Row, rows_of
 
-__all__ = ["GRPOModule", "LossOptions", "StepRecord", "UpdateOptions"]
+__all__ = ["GRPOModule", "StepRecord"]
 
 
 @dataclass(slots=True)

@@ -102,7 +102,8 @@ def instantiate(node: Any, **options: Any) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, DracoError):
             raise error.__cause__ from None
-        raise ConfigError(" ".join(str(error).split())) from error
+        said = str(error).replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception", "")
+        raise ConfigError(" ".join(said.split())) from error
 
 
 def class_of(node: DictConfig) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from draco.env.success import summarise
 from draco.run.build import Parts
 from draco.run.loader import EvalLoader
 
-__all__ = ["evaluate", "evaluation_trainer"]
+__all__ = ["evaluate", "evaluation_trainer", "quiet_lightning"]
 
 
 def evaluate(
@@ -52,6 +54,7 @@ def evaluation_trainer(make: Any, parts: Parts, run: Path) -> Trainer:
         parts: of the run.
         run: its folder.
     """
+    quiet_lightning()
     trainer: Trainer = make(
         callbacks=list(parts.stages),
         logger=False,
@@ -61,3 +64,11 @@ def evaluation_trainer(make: Any, parts: Parts, run: Path) -> Trainer:
         default_root_dir=str(run),
     )
     return trainer
+
+
+def quiet_lightning() -> None:
+    """Silence messages of Lightning that do not apply to this loop."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*", ".*LeafSpec.*"):
+        warnings.filterwarnings("ignore", message=text)

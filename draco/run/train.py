@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from functools import partial
@@ -27,7 +26,7 @@ from draco.core.signals import listening
 from draco.run import checkpoint
 from draco.run.build import Parts, build, check_optimizer
 from draco.run.disk import check_disk
-from draco.run.evaluation import evaluate, evaluation_trainer
+from draco.run.evaluation import evaluate, evaluation_trainer, quiet_lightning
 from draco.run.folder import discard_empty, locked, prepare, set_aside, write_config
 from draco.run.launch import fetch_weights, on_gpu, place, sharded, warn_uneven
 from draco.run.loader import EvalLoader, TaskLoader
@@ -74,7 +73,7 @@ def train(
                     made.rmdir()
             with locked(run) if rank() == 0 else nullcontext():
                 try:
-                    _quiet_libraries()
+                    quiet_lightning()
                     if not config.get("preflight"):
                         return _train(config, run, started, report)
                     preflight(config, run)
@@ -281,11 +280,3 @@ def _trainer(parts: Parts, run: Path, loggers: list[Any]) -> Trainer:
 def _evaluate(parts: Parts, held_out: EvalLoader, run: Path) -> dict[str, Any]:
     make = partial(instantiate, parts.config.trainer)
     return evaluate(parts, evaluation_trainer(make, parts, run), held_out, parts.config.eval.split)
-
-
-def _quiet_libraries() -> None:
-    """Silence messages of Lightning that do not apply to this loop."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*", ".*LeafSpec.*"):
-        warnings.filterwarnings("ignore", message=text)

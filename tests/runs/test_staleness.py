@@ -28,7 +28,7 @@ from draco.core.signals import Interrupted
 from draco.core.types import Credit, Group, Judgement, Task
 from draco.env.base import Reply
 from draco.env.desk.environment import DeskEnvironment, DeskEpisode
-from draco.module import GRPOModule, LossOptions
+from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.rollout.engines.vllm import VllmEngine
 from draco.rollout.loop import Limits
@@ -38,6 +38,7 @@ from draco.run.checkpoint import checkpoints
 from draco.run.loader import TaskLoader
 from draco.run.loggers import read_metrics
 from draco.run.train import train
+from draco.update.options import LossOptions
 
 LOOK = "<code>apis.mail.list(page=1)</code>"
 

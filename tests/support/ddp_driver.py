@@ -20,12 +20,12 @@ from support.policies import perturbed_policy
 
 from callbacks.credit.uniform import UniformCredit
 from draco.core.types import Credit, Group, Judgement, TaskBatch, Termination
-from draco.module import GRPOModule, UpdateOptions
+from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.run.archive import read_table, read_trajectories
 from draco.run.loader import TaskLoader
 from draco.stages import RolloutStage, RubricStage, Stages, Taken
-from draco.update.options import LossOptions
+from draco.update.options import LossOptions, UpdateOptions
 
 TASKS, MEMBERS, STEPS = 3, 3, 5
 

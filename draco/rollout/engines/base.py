@@ -74,7 +74,7 @@ class Engine(ABC, Generic[R]):
         """Drive every rollout to its end and yield each as soon as it has ended, in the order of ending."""
 
     def begin(self, policy: Policy, rollouts: Sequence[R], *, temperature: float) -> Iterator[R]:
-        """Start what `run` does, by the policy's weights of now, and return: the iterator hands over what has ended.
+        """Start what `run` does, with the current weights, and return at once: the iterator yields what has ended.
 
         Only where `staleness` is 1. Of several ranks all must call it at the same place, with rollouts or without.
         A fault on the way is raised by the iterator.

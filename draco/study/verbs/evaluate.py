@@ -77,6 +77,15 @@ COMMAND = Command(
 )
 
 
+def help_of(arguments: list[str]) -> str:
+    """τ-bench has options of its own."""
+    if "env=tau_banking" in arguments:
+        from draco.study.verbs import evaluate_tau
+
+        return evaluate_tau.COMMAND.help()
+    return COMMAND.help()
+
+
 def main(arguments: list[str]) -> None:
     """Evaluate, print tables, write the results."""
     if "env=tau_banking" in arguments:

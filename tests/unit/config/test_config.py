@@ -20,13 +20,14 @@ from draco.config.choices import explained, refuse_beside_self_judge, refuse_unr
 from draco.config.rules import check
 from draco.core.errors import ConfigError, StageError
 from draco.env.desk import DeskEnvironment
-from draco.module import GRPOModule, LossOptions
+from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.rollout.loop import Limits
 from draco.run.build import build, check_optimizer
 from draco.run.folder import prepare, redacted, resume_config
 from draco.run.loader import select_tasks
 from draco.run.train import train
+from draco.update.options import LossOptions
 
 CONF = ROOT / "conf"
 

@@ -11,7 +11,7 @@ from support.factory import rollout_of
 from support.policies import TINY
 from torch.distributed.tensor import DTensor
 
-from callbacks.checkpoint import _united
+from callbacks.checkpoint import _merged
 from draco.core.errors import ConfigError
 from draco.policy.chat import ChatFormat
 from draco.policy.policy import Policy
@@ -71,7 +71,7 @@ def test_shares_are_even_complete_and_within_the_limit(chat: ChatFormat) -> None
 def test_states_of_ranks_become_one() -> None:
     a = {"Dynamic": {"proposals": {"t1": [1]}}, "Credit": {}}
     b = {"Dynamic": {"proposals": {"t2": [2], "t1": [9]}}, "Credit": {}}
-    assert _united([a, b]) == {"Dynamic": {"proposals": {"t1": [1], "t2": [2]}}, "Credit": {}}
+    assert _merged([a, b]) == {"Dynamic": {"proposals": {"t1": [1], "t2": [2]}}, "Credit": {}}
 
 
 def test_plain_tensors_pass_through() -> None:

@@ -17,14 +17,15 @@ from callbacks.health import Health
 from callbacks.rollout import AgentRollout
 from draco.core.types import Termination
 from draco.credit.redistribution import Reason
-from draco.judge import busy
+from draco.judge import stage as judge_stage
 from draco.judge.records import call_metrics
-from draco.module import GRPOModule, LossOptions
+from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.rollout.loop import Limits
 from draco.run.loader import TaskLoader
 from draco.update import metrics as figures
 from draco.update.metrics import judge_speed, merge_metrics
+from draco.update.options import LossOptions
 
 
 def documented() -> set[str]:
@@ -84,7 +85,7 @@ def test_the_shares_of_time_are_of_the_whole_step(module: GRPOModule) -> None:
     assert 0 < parts <= metrics["time/update_s"]
 
 
-@pytest.mark.parametrize("module", [figures, busy])
+@pytest.mark.parametrize("module", [figures, judge_stage])
 def test_worked_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted

@@ -19,11 +19,12 @@ from callbacks.credit.uniform import UniformCredit
 from callbacks.rollout import AgentRollout
 from draco.core.errors import ConfigError, StageError, TrainingStopped
 from draco.core.types import Credit, Group, Judgement, Task, TaskBatch
-from draco.module import GRPOModule, LossOptions, UpdateOptions
+from draco.module import GRPOModule
 from draco.policy.policy import Policy
 from draco.rollout.loop import Limits
 from draco.run.loader import EvalLoader, TaskLoader
 from draco.stages import CreditStage, Stages
+from draco.update.options import LossOptions, UpdateOptions
 
 
 def run(
