@@ -173,7 +173,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     rows: list[dict[str, Any]] = []
     for setting in settings:
-        command = [sys.executable, str(ROOT / "scripts" / "loopback_judge.py"), f"latency={setting.call_s}"]
+        command = [sys.executable, str(ROOT / "tests" / "support" / "loopback_judge.py"), f"latency={setting.call_s}"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             port = int(server.stdout.readline())

@@ -126,7 +126,7 @@ def test_a_step_whose_archive_cannot_be_written_is_not_saved(
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(number: int, status: int, tmp_path: Path) -> None:
     run = tmp_path / "long"
-    process = start(*QUICK, "steps=100000", f"run={run}", "eval.tasks=3", "checkpoint.save_every=1000")
+    process = start(*INTERRUPTED, "steps=100000", "eval.every=0", f"run={run}", "checkpoint.save_every=1000")
     deadline = time.monotonic() + 600
     while len(step_folders(run)) < 2:
         assert process.poll() is None, process.communicate()

@@ -1,6 +1,6 @@
 """An OpenAI-compatible judge on this machine, for benchmarks and tests: right or wrong, quick or slow, as told.
 
-    python scripts/loopback_judge.py latency=2          # serves until its input closes; the first line is its port
+    python tests/support/loopback_judge.py latency=2    # serves until its input closes; the first line is its port
 
 Its verdicts are made up: it knows the formats of the calls and nothing else.
 """
