@@ -21,5 +21,5 @@ class DynamicRubric(JudgedRubric):
     """Criteria are proposed for every group."""
 
     def criteria(self, group: Group) -> None:
-        """No fixed set."""
+        """None: the judge writes criteria for every group."""
         return

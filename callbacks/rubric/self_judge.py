@@ -100,7 +100,7 @@ class SelfJudgeRubric(JudgedRubric):
         self._ready, self._in_process = False, False
 
     def criteria(self, group: Group) -> None:
-        """No fixed set."""
+        """None: the judge writes criteria for every group."""
         return
 
     def open(self, context: RunContext) -> None:

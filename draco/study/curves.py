@@ -176,7 +176,7 @@ def _terminations(data: _Data) -> Figure:
             known = {k: n for k, n in s.terminations.items() if k != Termination.UNKNOWN}
             counts[s.step + 1].update(known)
             silent += s.rollouts - sum(known.values())
-        # The usual end on top: what goes wrong stands on the axis, where it can be read.
+        # The usual ending is drawn on top: the rare ones then start at the axis, where their size can be read.
         kinds = sorted(sum(counts.values(), Counter()), key=lambda k: (k == _USUAL, k))
         xs = sorted(s for s in counts if counts[s].total())
         worst = max([worst, *(1 - counts[x][_USUAL] / counts[x].total() for x in xs)])

@@ -29,7 +29,7 @@ class Endpoint:
 
     @property
     def place(self) -> tuple[str, str | None]:
-        """What tells it from other endpoints."""
+        """The key by which this endpoint is told from others: model and address."""
         return self.model, self.api_base
 
     @property
@@ -49,7 +49,7 @@ class Reply:
     usage: Usage
     cost_usd: float | None  #: None: no known price
     latency_s: float
-    estimated: bool = False  #: usage and cost are, because the provider gave none
+    estimated: bool = False  #: usage and cost are estimates: the provider reported none
 
 
 class Transport:
@@ -91,7 +91,7 @@ class Transport:
         """Close open connections, on the loop that opened them. It may be used again afterwards."""
         if self._litellm is not None:
             await self._litellm.close_litellm_async_clients()
-            self._litellm.in_memory_llm_clients_cache.flush_cache()  # else closed clients would be used again
+            self._litellm.in_memory_llm_clients_cache.flush_cache()  # litellm would go on using the closed clients
 
     def sends_schema(self, model: str) -> bool:
         """Whether requests to this model carry the reply's JSON schema.

@@ -46,7 +46,7 @@ def refusal(code: str) -> str:
     for node in ast.walk(tree):
         reason = _reason(node)
         if isinstance(node, ast.Name) and node.id in _BY_NAME and id(node) not in called:
-            reason = f"'{node.id}' may only be called"  # under another name it could be given any attribute
+            reason = f"'{node.id}' may only be called"  # under another name it could read any attribute
         if reason:
             line = getattr(node, "lineno", 0)
             return f"{reason} (line {line})" if line else reason
