@@ -252,7 +252,7 @@ def _shown(one: Field[Any]) -> tuple[str, str]:
 
 
 def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
 def end(main: Callable[[list[str]], int | None], command: Command[Any] | None = None) -> None:

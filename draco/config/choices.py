@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -40,7 +41,7 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     if unknown:
         key = unknown.group(1)
         others = [a for a in arguments if "=" in a and not a.startswith("-") and _key(a) != key]
-        config = _composed(others) or _composed([])
+        config = _composed([*others, *_search_path(arguments)]) or _composed([])
         return f"{unknown.group()}: no such option; " + (_valid(config, key) if config is not None else "see --cfg job")
     if isinstance(error, OmegaConfBaseException):
         return one_line(error)
@@ -189,6 +190,15 @@ def _listed(asked: str, choices: Iterable[str], within: str) -> str:
 
 def _key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~").split("@")[0]
+
+
+def _search_path(arguments: Sequence[str]) -> list[str]:
+    """`--config-dir DIR` as an override: the groups of that folder exist, too."""
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, folder = word.partition("=")
+        if name in ("--config-dir", "-cd") and (folder or following):
+            return [f"hydra.searchpath=[file://{Path(folder or following).resolve()}]"]
+    return []
 
 
 def _composed(overrides: list[str]) -> DictConfig | None:

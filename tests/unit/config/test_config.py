@@ -98,6 +98,16 @@ def said(*overrides: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("given", [["--config-dir", "examples/conf"], ["--config-dir=examples/conf"]])
+def test_an_unknown_option_of_a_group_of_ones_own_is_answered_from_that_group(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONF.parent)
+    error = ConfigCompositionException("Could not override 'credit.normalize'.")
+    answer = explained(error, [*given, "credit=discounted", "credit.normalize=false"])
+    assert answer.endswith("no such option; Valid choices in credit: gamma, name, std")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
