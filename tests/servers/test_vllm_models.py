@@ -77,7 +77,8 @@ def test_a_real_small_model_judges_a_step(smollm2: VllmEngine, tmp_path: Path, m
     assert endpoint is not None
     base, name, key = endpoint
     monkeypatch.setenv("HOSTED_VLLM_API_KEY", key)
-    monkeypatch.setattr("draco.run.train.check_judge", lambda rubric: None)  # it may refuse a judge as weak as this
+    # The check before a run may refuse a judge as weak as this one.
+    monkeypatch.setattr("callbacks.rubric.static.StaticRubric.check", lambda self: None)
     criteria, run = tmp_path / "one.yaml", tmp_path / "run"
     criteria.write_text(CRITERION)
     train(
