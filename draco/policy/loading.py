@@ -16,7 +16,7 @@ from draco.core.files import resolve
 from draco.policy.kernels import require_kernels
 from draco.policy.sharding import on_meta
 
-__all__ = ["load_base", "weights_folder"]
+__all__ = ["load_base", "quiet_loading", "weights_folder"]
 
 
 def load_base(path: str, dtype: str, *, sharded: bool, gguf_file: str | None, **options: Any) -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ def load_base(path: str, dtype: str, *, sharded: bool, gguf_file: str | None, **
     folder, kind = resolve(path), getattr(torch, dtype)
     options = {name: value for name, value in (options | {"gguf_file": gguf_file}).items() if value is not None}
     try:
-        with _quiet_loading():
+        with quiet_loading():
             if torch.cuda.is_available() and not gguf_file:
                 require_kernels(AutoConfig.from_pretrained(folder, **options).model_type)
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -75,8 +75,8 @@ def weights_folder(path: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """No progress bars and no generic advice while weights load; errors still raise."""
+def quiet_loading() -> Iterator[None]:
+    """No progress bars and no generic advice while weights are read or written; errors still raise."""
     from transformers.utils import logging as hf_logging
 
     level = hf_logging.get_verbosity()
