@@ -1,8 +1,7 @@
 """Tiny random models of the families of transformers, one for each way in which an architecture can differ.
 
 `FAMILIES` maps a name to what is special about it and to the fields of its configuration. Windows, chunks and rope
-switches lie at a few dozen tokens, so that short rows cross them. Weights are large enough for every part to matter:
-with transformers' own initial weights attention is nearly uniform, and a wrong mask changes almost nothing.
+switches lie at a few dozen tokens, so that short rows cross them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -23,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from draco.policy.copies import random_model
 from draco.policy.loading import quiet_loading
 
 __all__ = ["FAMILIES", "Family", "build", "config_of", "save"]
@@ -227,23 +226,9 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
 
 
 def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model with random float32 weights under which every layer matters; the process's random stream is kept."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        maker = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-        model: PreTrainedModel = maker.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            _enlarge(name, parameter)
-    return model.eval()
-
-
-@torch.no_grad()
-def _enlarge(name: str, parameter: torch.nn.Parameter) -> None:
-    """Matrices keep the size of what they multiply; vectors get a little noise on what they start from."""
-    if parameter.ndim >= 2 and not name.endswith(("A_log", "conv1d.weight", "conv.weight")):
-        parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    elif parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias", "D")):
-        parameter.add_(0.1 * torch.randn_like(parameter))
+    """A model with random float32 weights under which every layer matters."""
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return random_model(config, seed, AutoModelForCausalLM if known else AutoModelForImageTextToText)
 
 
 def save(folder: Path, name: str, **changes: Any) -> Path:
