@@ -83,6 +83,11 @@ def said(folder: Path, name: str, rank: int) -> str:
     return (folder / f"{name}.{rank}.log").read_text()
 
 
+def logs(folder: Path, name: str) -> str:
+    """The ends of all ranks' logs, for the message of a failed assertion."""
+    return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in sorted(folder.glob(f"{name}.*.log")))
+
+
 def flat(run: Path, file: str = "adapter/adapter_model.safetensors", *, part: str = "") -> torch.Tensor:
     tensors = load_file(checkpoints(run)[-1] / file)
     return torch.cat([tensors[k].flatten().double() for k in sorted(tensors) if part in k])
@@ -93,7 +98,7 @@ def test_the_adapter_is_that_of_one_process(ran: Any, name: str) -> None:
     folder, results = ran
     for job, (codes, _) in results.items():
         if job.startswith(name) or job in ("one", "source"):
-            assert set(codes) == {0}, said(folder, job, 0)[-3000:]
+            assert set(codes) == {0}, logs(folder, job)
     assert relative(flat(folder / name), flat(folder / "one")) < 1e-5
     # The second factors begin at zero: all that is in them was learned.
     learned, expected = (flat(folder / n, part="lora_B") for n in (name, "one"))
@@ -111,7 +116,7 @@ def test_the_adapter_is_that_of_one_process(ran: Any, name: str) -> None:
 
 def test_a_world_of_one_is_a_run_without_distribution_to_the_bit(ran: Any) -> None:
     folder, results = ran
-    assert results["alone"][0] == [0], said(folder, "alone", 0)[-3000:]
+    assert results["alone"][0] == [0], logs(folder, "alone")
     for file in ("adapter/adapter_model.safetensors", "optimizer.safetensors"):
         assert torch.equal(flat(folder / "alone", file), flat(folder / "one", file))
 
@@ -120,7 +125,7 @@ def test_sixteen_bits_and_checkpointed_layers_shard(ran: Any) -> None:
     """FSDP2 multiplies the adapter in bfloat16, one device in float32: alike to the precision of bfloat16."""
     folder, results = ran
     for name in ("low1", "low2"):
-        assert set(results[name][0]) == {0}, said(folder, name, 0)[-3000:]
+        assert set(results[name][0]) == {0}, logs(folder, name)
     norms = [
         [float(r["update/grad_norm"]) for r in read_metrics(folder / n / "metrics.csv")[1]] for n in ("low1", "low2")
     ]
@@ -168,7 +173,7 @@ def test_a_fault_of_one_rank_ends_all_with_its_message(ran: Any, name: str, vict
 
 def test_waiting_for_a_slow_rank_is_no_collective(ran: Any) -> None:
     folder, results = ran  # 20 s of silence, a time-out of 15
-    assert results["slow"][0] == [0, 0], said(folder, "slow", 0)[-2000:]
+    assert results["slow"][0] == [0, 0], logs(folder, "slow")
 
 
 def test_a_run_folder_that_is_not_shared_is_refused(ran: Any) -> None:

@@ -12,6 +12,7 @@ printed. A fault:
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -123,6 +124,7 @@ def child(folder: Path, job: dict[str, Any], number: int, port: int) -> int:
     with open(folder / f"{job['name']}.{number}.log", "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()  # a rank that dies in C++ says where
     try:
         os.environ["DRACO_FAULT"] = json.dumps(job.get("fault", {}))
         if ranks > 1:
