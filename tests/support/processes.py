@@ -17,6 +17,8 @@ from support import ROOT
 def environment(**more: str) -> dict[str, str]:
     """Variables of a process that imports draco and tests/support, computes on one thread and downloads nothing."""
     path = f"{ROOT}:{ROOT / 'tests'}"
+    # The drivers fork. One of Arrow's allocators starts a thread at import, and a fork beside a thread is unsafe.
+    more = {"JE_ARROW_MALLOC_CONF": "background_thread:false", **more}
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **more}
 
 
