@@ -114,6 +114,10 @@ class GRPOModule(LightningModule):
             self.packed = packed and call_with_head(model, lambda: pack_attention(model))
             self.policy.train()
 
+    def unpack(self) -> None:
+        """One trajectory a row from now on: packed rows were found to differ from plain ones."""
+        self.packed, self.update_options = False, replace(self.update_options, packing="off")
+
     def setup(self, stage: str) -> None:
         """Refuse strategies that would sum gradients in another way."""
         strategy = self.trainer.strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 
@@ -18,6 +19,10 @@ from draco.policy.policy import Policy
 torch.set_num_threads(1)
 for name in ("NO_PROXY", "no_proxy"):  # servers on this machine are not behind the proxy that a shell may name
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
+
+
+_cache = tempfile.TemporaryDirectory(prefix="draco-tests-")  # of checks of models: the user's is left alone
+os.environ["DRACO_CACHE"] = _cache.name
 
 
 @pytest.fixture(scope="session")

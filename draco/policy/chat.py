@@ -111,6 +111,13 @@ class ChatFormat:
         """Token ids of the opening messages, generation prompt included."""
         return self._encode(self._render([{"role": m.role, "content": m.content} for m in opening], generation=True))
 
+    def rendered_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """Token ids of the template's own rendering of a whole conversation, generation prompt included.
+
+        Rollouts never use it; checks compare theirs with it.
+        """
+        return self._encode(self._render(list(messages), generation=True))
+
     def glue(self, observation: str, last_id: int | None) -> tuple[int, ...]:
         """Tokens between the end of a sampled turn and the start of the next.
 

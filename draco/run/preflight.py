@@ -26,6 +26,7 @@ from draco.judge.records import CallRecord
 from draco.judge.stage import JudgedRubric
 from draco.policy.policy import Policy
 from draco.run.build import Parts, build
+from draco.run.conformance import conform
 from draco.run.disk import check_disk
 from draco.run.folder import check_free
 from draco.run.loader import TaskLoader
@@ -143,7 +144,12 @@ def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
     with table.check("policy and chat template") as said:
         parts.module.configure_model()
         policy = parts.module.policy
-        said.append(f"{config.policy.path}; the template appends without rewriting")
+        verdict = conform(
+            policy, packed=parts.module.packed, engine=parts.engine.in_process, temperature=config.temperature
+        )
+        if verdict.kind == "refused":
+            raise ConfigError(f"{config.policy.path} would not train as it is served: {verdict.reason}")
+        said.append(f"{config.policy.path}; the template appends without rewriting; rows {verdict.line()}")
     with table.check("tasks") as said:
         _need(policy)
         loader, held_out = parts.load_tasks()

@@ -14,17 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig
 
 from draco.config.compose import instantiate
 from draco.config.rules import check
-from draco.core.distributed import barrier, broadcast, check_shared, joined, main_only, rank, world_size
+from draco.core.distributed import barrier, broadcast, check_shared, joined, local_rank, main_only, rank, world_size
 from draco.core.errors import ConfigError
 from draco.core.files import read_json, write_json
 from draco.core.signals import listening
 from draco.run import checkpoint
 from draco.run.build import Parts, build, check_optimizer
+from draco.run.conformance import settle
 from draco.run.disk import check_disk
 from draco.run.evaluation import evaluate, evaluation_trainer, quiet_lightning
 from draco.run.folder import discard_empty, locked, prepare, set_aside, write_config
@@ -124,6 +126,8 @@ def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -
     """Load weights, tasks and the checkpoint to resume from, and make the last checks."""
     config, module = parts.config, parts.module
     module.configure_model()
+    device = torch.device("cuda", local_rank()) if on_gpu(config) and not sharded(config) else None
+    settle(module, engine=parts.engine.in_process, device=device)
     check_optimizer(module)
     loader, held_out = parts.load_tasks()
     if resume:

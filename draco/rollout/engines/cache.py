@@ -48,11 +48,11 @@ class _SlabLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys, self.values = keys, values
         return keys, values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some rows of the batch."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep only some rows of the batch. Layers of every kind have this method; not all can select otherwise."""
         if self._length:
-            self._slab_keys = self._slab_keys.index_select(0, indices)
-            self._slab_values = self._slab_values.index_select(0, indices)
+            self._slab_keys = self._slab_keys.index_select(0, beam_idx)
+            self._slab_values = self._slab_values.index_select(0, beam_idx)
             self._expose()
 
 

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from draco.policy.attention import leaks_across_rows
 from draco.policy.structure import base_model
 
-__all__ = ["RaggedBatch", "RaggedCache", "decodes_ragged", "ragged_attention"]
+__all__ = ["RaggedBatch", "RaggedCache", "advance_one_by_one", "decodes_ragged", "ragged_attention"]
 
 log = logging.getLogger("draco")
 
@@ -247,6 +247,11 @@ def decodes_ragged(model: Any) -> bool:
     if base not in _tried:
         _tried[base] = _try(model, base)
     return _tried[base]
+
+
+def advance_one_by_one(model: nn.Module) -> None:
+    """Decode all rows of `model` one position at a time from now on: it was found to differ otherwise."""
+    _tried[base_model(model)] = False
 
 
 def _try(model: nn.Module, base: Any) -> bool:

@@ -174,7 +174,7 @@ class TransformersEngine(Engine):
                 ended = [r for r in rows if r.termination is not None]
                 rows = [rows[i] for i in alive]
                 if rows:
-                    cache.batch_select_indices(torch.tensor(alive, device=device))
+                    cache.reorder_cache(torch.tensor(alive, device=device))
                 yield from ended
             inputs = [[r.token_ids[position]] for r in rows]
             position += 1

@@ -8,6 +8,7 @@ replay       rewards and credits from the archive; `replay_judge`: the archived 
 rescore      a run's rollouts on a fixed set of criteria
 calibrate    a person's ratings against the judge's
 author       a static set of criteria from rollouts
+check        whether a model trains exactly as it is served
 plan         memory, hours and money of a run before it starts
 redteam      planted attacks against a judge
 attribution  where blame went, on the embedded environment
@@ -24,7 +25,7 @@ from types import ModuleType
 __all__ = ["VERBS", "verb"]
 
 VERBS = (
-    "train", "evaluate", "judge", "report", "replay", "rescore", "calibrate", "author", "plan", "redteam",
+    "train", "evaluate", "judge", "report", "replay", "rescore", "calibrate", "author", "check", "plan", "redteam",
     "attribution", "completion",
 )  # fmt: skip
 

@@ -208,7 +208,7 @@ def test_slab_cache_grows_and_selects(policy: Policy) -> None:
         full = policy.model(input_ids=ids[[0, 2]], use_cache=False).logits
         cache = slab_cache(policy.model.config)
         policy.model(input_ids=ids[:, :10], past_key_values=cache, use_cache=True)
-        cache.batch_select_indices(torch.tensor([0, 2]))
+        cache.reorder_cache(torch.tensor([0, 2]))
         out = [policy.model(input_ids=ids[[0, 2], 10:400], past_key_values=cache, use_cache=True).logits]
         for i in range(400, 600):
             out.append(policy.model(input_ids=ids[[0, 2], i : i + 1], past_key_values=cache, use_cache=True).logits)
