@@ -4,6 +4,7 @@ policy      loads the model and the adapter, saves the adapter, switches to the 
 chat        token-exact chat: prompts, and what a template adds around a sampled turn
 structure   the parts of a transformers model: base model, decoder, output head
 attention   attention over packed rows
+mode        training mode, in which the base model is not random
 copies      small random models of the same structure, on which checks are cheap
 sharding    FSDP2: the base model spread over ranks
 kernels     kernels that some models need on a GPU

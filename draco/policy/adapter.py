@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,22 +17,37 @@ from torch import Tensor, nn
 
 from draco.core.errors import AdapterError, ConfigError
 from draco.policy.sharding import phantoms
+from draco.policy.structure import decoder_of
 
-__all__ = ["add_lora", "read_adapter"]
+__all__ = ["add_lora", "quiet_peft", "read_adapter"]
 
 log = logging.getLogger("draco")
 
+#: what PEFT says while it does the right thing: layers of GPT-2 are transposed, and a model without fused experts does
+#: not need the ranks that PEFT doubles for them
+_HARMLESS = (
+    ".*fan_in_fan_out is set to",
+    "The following (rank|alpha)_pattern keys did not match",
+    "You have passed exclude_modules=.* but no modules were excluded",  # the names that it resolved say it already
+)
+#: model types whose `out_proj` PEFT refuses: kernels read its weight and would skip an adapter
+_STATE_SPACE = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def add_lora(base: Any, config: LoraConfig, path: str, *, sharded: bool) -> PeftModel:
     """A PEFT model around `base`.
 
+    `all-linear` means the linear layers of the text model. Left out are vision and audio towers, routers that derive
+    from a linear layer but return more than a product, and what PEFT cannot adapt.
+
     Raises:
         ConfigError: the targets fit no layer of the model in `path`.
     """
+    if config.target_modules == "all-linear" and (left_out := _left_out(base)):
+        config.exclude_modules = left_out
     try:
-        with phantoms(base) if sharded else nullcontext():
+        with phantoms(base) if sharded else nullcontext(), quiet_peft():
             return cast(PeftModel, get_peft_model(base, config))
     except ValueError as error:  # PEFT found no such layer, or cannot adapt its kind
         linear = {name.rsplit(".", 1)[-1] for name, layer in base.named_modules() if isinstance(layer, nn.Linear)}
@@ -42,6 +58,28 @@ def add_lora(base: Any, config: LoraConfig, path: str, *, sharded: bool) -> Peft
             f"policy.targets is {targets!r}, which fits no layer of {path}: {' '.join(str(error).split())[:200]}; "
             f"expected all-linear or names among {', '.join(sorted(linear))}"
         ) from error
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without warnings of PEFT that ask for nothing."""
+    with warnings.catch_warnings():
+        for text in _HARMLESS:
+            warnings.filterwarnings("ignore", text)
+        yield
+
+
+def _left_out(base: Any) -> list[str]:
+    """Full names of linear layers that `all-linear` does not mean, sorted."""
+    text = {id(layer) for layer in decoder_of(base).modules()}
+    found = []
+    for name, layer in base.named_modules():
+        if isinstance(layer, nn.Linear) and layer is not base.get_output_embeddings():
+            router = "Router" in type(layer).__name__
+            refused = base.config.model_type in _STATE_SPACE and name.rsplit(".", 1)[-1] == "out_proj"
+            if router or refused or id(layer) not in text:
+                found.append(name)
+    return sorted(found)
 
 
 def read_adapter(folder: Path, own: Mapping[str, Tensor], config: PeftConfig, path: str) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ a real model and at a few dozen in its copy. So a check crosses these lengths in
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -40,11 +41,15 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "im
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
-def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def small_config(config: PreTrainedConfig, longest: int | None = None) -> PreTrainedConfig:
     """The configuration of a copy of `config`'s text model; `config` itself is left as it is.
 
     Heads stay as wide as they are where the configuration says how wide, because rope factors are made for that.
+
+    Args:
+        longest: tokens that no row exceeds. What changes only beyond does not change in the copy. None: no limit.
     """
+    reach = longest or math.inf
     small = copy.deepcopy(config.get_text_config())
     for name, most in _CAPS.items():
         _set(small, name, lambda value, most=most: min(value, most))
@@ -56,13 +61,14 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     kinds = [rope, *(r for r in rope.values() if isinstance(r, dict))]
     for part in kinds:
         if part.get("original_max_position_embeddings"):
-            part["original_max_position_embeddings"] = ORIGINAL
-    _set(small, "original_max_position_embeddings", lambda _: ORIGINAL)
+            before = part["original_max_position_embeddings"]
+            part["original_max_position_embeddings"] = LONGEST if before >= reach else ORIGINAL
+    _set(small, "original_max_position_embeddings", lambda value: LONGEST if value >= reach else ORIGINAL)
     dynamic = any(part.get("rope_type") == "dynamic" for part in kinds)
     for name in _LENGTHS:
-        _set(small, name, lambda value: min(value, ORIGINAL if dynamic else LONGEST))
+        _set(small, name, lambda value: min(value, ORIGINAL if dynamic and value < reach else LONGEST))
     for name in _SWITCHES:
-        _set(small, name, lambda value: min(value, SWITCH))
+        _set(small, name, lambda value: LONGEST if value >= reach else min(value, SWITCH))
     return small
 
 
@@ -133,14 +139,18 @@ def _enlarge(name: str, parameter: nn.Parameter) -> None:
         parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def small_copy(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+def small_copy(config: PreTrainedConfig, longest: int | None = None, **options: Any) -> PreTrainedModel:
     """A copy of `config`'s text model with random weights.
+
+    Args:
+        longest: see `small_config`.
+        options: further arguments of `from_config`.
 
     Raises:
         ConfigError: none could be made.
     """
     try:
-        small = small_config(config)
+        small = small_config(config, longest)
         with torch.device("meta"):
             size = AutoModelForCausalLM.from_config(small, **options).num_parameters()  # type: ignore[no-untyped-call]
         if size > _MOST:

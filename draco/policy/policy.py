@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import torch
 from annotated_types import Ge, Lt
@@ -22,10 +22,12 @@ from draco.core.distributed import rank
 from draco.core.errors import ConfigError
 from draco.core.files import resolve
 from draco.core.types import Message
-from draco.policy.adapter import add_lora, read_adapter
+from draco.policy.adapter import add_lora, quiet_peft, read_adapter
 from draco.policy.chat import ChatFormat
 from draco.policy.loading import load_base, weights_folder
+from draco.policy.mode import freeze_mode, still
 from draco.policy.sharding import full, is_sharded, like
+from draco.policy.structure import evaluating
 
 __all__ = ["Policy"]
 
@@ -86,6 +88,7 @@ class Policy(nn.Module):
         self.tokenizer, base = load_base(
             path, dtype, sharded=sharded, gguf_file=gguf_file, trust_remote_code=trust_remote_code, revision=revision
         )
+        still(base)
         if chat_template:
             try:
                 self.tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -108,7 +111,8 @@ class Policy(nn.Module):
             self.load_adapter(Path(adapter))
         self._reference_adapter = reference == "adapter"
         if self._reference_adapter:
-            self.model.add_adapter(_REFERENCE, lora)
+            with quiet_peft():
+                self.model.add_adapter(_REFERENCE, lora)
             set_peft_model_state_dict(self.model, self.adapter_state(), adapter_name=_REFERENCE)
             self.model.set_adapter(_TRAINED)  # trainable; the other one frozen
 
@@ -143,12 +147,15 @@ class Policy(nn.Module):
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Eval mode while an engine generates in process."""
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             yield
-        finally:
-            self.model.train(training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode for the adapter, its dropout and checkpointing; the frozen base model evaluates."""
+        super().train(mode)
+        if mode:
+            freeze_mode(self.model)
+        return self
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from draco.core.errors import ConfigError
 
-__all__ = ["base_model", "check_head", "hidden_states", "output_head"]
+__all__ = ["base_model", "check_head", "decoder_of", "evaluating", "hidden_states", "output_head"]
 
 #: Config fields by which models of transformers change their final logits, with the value that means "unchanged".
 _LOGIT_TRANSFORMS: tuple[tuple[str, float | None], ...] = (
@@ -76,10 +78,7 @@ def hidden_states(
     """
     output_head(model)  # a head that step_logprobs would get wrong is refused before any work
     base = _causal(model)
-    decoder = base.get_decoder()
-    if decoder is None or decoder is base:
-        raise ConfigError(f"{type(base).__name__} names no decoder below its output head: expected a causal model")
-    output = decoder(
+    output = decoder_of(base)(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **inputs
     )
     return cast(Tensor, output.last_hidden_state)
@@ -98,19 +97,41 @@ def check_head(model: nn.Module) -> None:
     weight, bias = output_head(model)
     input_ids = torch.arange(1, 6, device=weight.device).unsqueeze(0)
     tolerance = 1e-2 if weight.dtype.itemsize >= 4 else 0.2  # nats; 16-bit logits are rounded
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         own = model(input_ids=input_ids, use_cache=False).logits.float().log_softmax(-1)
         ours = nn.functional.linear(hidden_states(model, input_ids), weight, bias).float().log_softmax(-1)
-    finally:
-        model.train(training)
     difference = float((own - ours).abs().max())
     if not difference <= tolerance:
         raise ConfigError(
             f"{type(_causal(model)).__name__} changes its logits after the output head (log-probabilities differ by "
             f"{difference:.3g} nats): the chunked log-probabilities do not support it; choose another model"
         )
+
+
+def decoder_of(base: Any) -> nn.Module:
+    """What stands below the output head of a causal language model.
+
+    Raises:
+        ConfigError: nothing that can be found.
+    """
+    decoder = base.get_decoder()
+    if decoder is base:  # models whose `base_model_prefix` names no attribute, such as Llama 4
+        decoder = getattr(base, "model", None)
+    if not isinstance(decoder, nn.Module):
+        raise ConfigError(f"{type(base).__name__} names no decoder below its output head: expected a causal model")
+    return decoder
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode within; afterwards every layer is in the mode in which it was, which `model.train()` would not do."""
+    before = [(layer, layer.training) for layer in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, training in before:
+            layer.training = training
 
 
 def base_model(model: nn.Module) -> Any:

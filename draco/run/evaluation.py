@@ -70,5 +70,8 @@ def quiet_lightning() -> None:
     """Silence messages of Lightning that do not apply to this loop."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for text in (".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*", ".*LeafSpec.*"):
+    for text in (
+        ".*does not have many workers.*", ".*Starting from v.*", ".*no `val_dataloader`.*", ".*LeafSpec.*",
+        ".*in eval mode at the start of training.*",  # the base model: see `draco.policy.mode`
+    ):  # fmt: skip
         warnings.filterwarnings("ignore", message=text)

@@ -130,6 +130,7 @@ def _try_parts(table: _Table, config: DictConfig, run: Path, scratch: Path) -> N
 
 def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
     config, rubric = parts.config, parts.stages.rubric
+    longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     policy: Policy | None = None
     loader: TaskLoader | None = None
     calls: list[CallRecord] = []
@@ -145,8 +146,9 @@ def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
         parts.module.configure_model()
         policy = parts.module.policy
         verdict = conform(
-            policy, packed=parts.module.packed, engine=parts.engine.in_process, temperature=config.temperature
-        )
+            policy, packed=parts.module.packed, engine=parts.engine.in_process, temperature=config.temperature,
+            longest=longest,
+        )  # fmt: skip
         if verdict.kind == "refused":
             raise ConfigError(f"{config.policy.path} would not train as it is served: {verdict.reason}")
         said.append(f"{config.policy.path}; the template appends without rewriting; rows {verdict.line()}")
@@ -155,7 +157,6 @@ def _try_stages(table: _Table, parts: Parts, run: Path, scratch: Path) -> None:
         loader, held_out = parts.load_tasks()
         said.append(f"{len(loader.tasks)} to train on, {sum(len(b.tasks) for b in held_out)} of {config.eval.split}")
     with table.check("disk") as said:
-        longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
         disk = check_disk(run, _need(policy), _need(loader), config.checkpoint, longest, refuse=True)
         said.append(disk.removeprefix("disk: "))
     with table.check("adapter") as said:

@@ -127,7 +127,8 @@ def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -
     config, module = parts.config, parts.module
     module.configure_model()
     device = torch.device("cuda", local_rank()) if on_gpu(config) and not sharded(config) else None
-    settle(module, engine=parts.engine.in_process, device=device)
+    longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
+    settle(module, engine=parts.engine.in_process, longest=longest, device=device)
     check_optimizer(module)
     loader, held_out = parts.load_tasks()
     if resume:
@@ -139,7 +140,6 @@ def _load(parts: Parts, run: Path, resume: Path | None, state: dict[str, Any]) -
             log.info("engine.staleness=1: the first batch is sampled with the weights of the checkpoint")
     if rank() == 0:
         warn_uneven(config.tasks_per_step, world_size())
-    longest = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     refuse = config.checkpoint.check_disk
     main_only(lambda: check_disk(run, module.policy, loader, config.checkpoint, longest, refuse=refuse))
     log.info("run folder: %s", run)

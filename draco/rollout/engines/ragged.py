@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from draco.policy.attention import leaks_across_rows
-from draco.policy.structure import base_model
+from draco.policy.structure import base_model, evaluating
 
 __all__ = ["RaggedBatch", "RaggedCache", "advance_one_by_one", "decodes_ragged", "ragged_attention"]
 
@@ -279,9 +279,7 @@ def _error(model: Any) -> float:
     """Relative difference of the last logits of two rows, fed in chunks and single tokens, from those alone."""
     device = next(model.parameters()).device
     rows = [list(range(1, 9)), list(range(3, 9))]
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         alone = [model(input_ids=torch.tensor([r], device=device), use_cache=False).logits[0, -1] for r in rows]
         cache = RaggedCache(3)
         with ragged_attention(model):
@@ -295,8 +293,6 @@ def _error(model: Any) -> float:
                 logits = model(
                     **batch.inputs(tokens), past_key_values=cache, use_cache=True, logits_to_keep=batch.ends
                 ).logits[0]
-    finally:
-        model.train(training)
     expected = torch.stack(alone).float()
     return float((logits.float() - expected).norm() / expected.norm())
 

@@ -44,7 +44,9 @@ class _Case:
     refused: str = ""
 
 
-def examine(policy: Policy, *, packed: bool, engine: bool, temperature: float = 1.0) -> Verdict:
+def examine(
+    policy: Policy, *, packed: bool, engine: bool, temperature: float = 1.0, longest: int | None = None
+) -> Verdict:
     """Compare all paths with plain rows. Weights, modes and random streams are afterwards what they were.
 
     About 800 tokens run through the model, 130 of them with a backward pass, and 1,500 through a small copy. Only
@@ -55,12 +57,13 @@ def examine(policy: Policy, *, packed: bool, engine: bool, temperature: float = 
         packed: its rows shall be packed, and its attention is prepared for that.
         engine: rollouts are sampled in this process.
         temperature: of training rollouts.
+        longest: tokens that no trajectory exceeds: a model is not refused for what changes beyond. None: no limit.
     """
     findings = list(_format(policy))
     refused = next((f.detail for f in findings if f.passed is False), "")
     cases: list[_Case] = []
     if not refused:
-        cases = list(_cases(policy, packed, findings))
+        cases = list(_cases(policy, packed, longest, findings))
     for case in cases:
         if not refused:
             _trainer(case, temperature)
@@ -84,14 +87,14 @@ def _format(policy: Policy) -> Iterator[Finding]:
             yield Finding(name, False, str(error))
 
 
-def _cases(policy: Policy, packed: bool, findings: list[Finding]) -> Iterator[_Case]:
+def _cases(policy: Policy, packed: bool, longest: int | None, findings: list[Finding]) -> Iterator[_Case]:
     first = next(base_model(policy.model).parameters())
     if first.is_meta:
         findings.append(Finding("model", None, "sharded: only its small copy is tried"))
     else:
         yield _Case("model", policy, policy.chat.encode_text(text(12)), WORDS, packed, BARS[first.dtype])
     try:
-        twin = Twin(policy)
+        twin = Twin(policy, longest)
     except ConfigError as error:
         findings.append(Finding("copy", None, str(error)))
         return

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draco.core.types import Trajectory
 from draco.policy.policy import Policy
-from draco.policy.structure import base_model
+from draco.policy.structure import base_model, evaluating
 from draco.rollout.engines.transformers import TransformersEngine
 from draco.rollout.rollout import Rollout
 from draco.update.gradients import Worker
@@ -58,14 +58,12 @@ def trained(policy: Policy, rows: Sequence[Row], temperature: float, *, packed: 
         policy, LossOptions(kl_coef=0.0), temperature=temperature, max_tokens=8192, packed=packed,
         backward=lambda loss: loss.backward(),  # type: ignore[no-untyped-call]
     )  # fmt: skip
-    training = policy.model.training
-    policy.model.train()
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(policy.model))  # gives every layer its mode back
+        policy.train()
         with _without_lora_dropout(policy.model), torch.enable_grad():
             logprobs = [row.old_logprobs for row in worker.remember(rows) if row.old_logprobs is not None]
             worker.accumulate(rows)
-    finally:
-        policy.model.train(training)
     return Result(torch.cat(logprobs).float(), _take_gradients(policy))
 
 
@@ -150,9 +148,9 @@ def borrowed(policy: Policy, noise: float) -> Iterator[None]:
     """
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     before = {n: p.detach().clone() for n, p in trained.items()}
-    training = policy.model.training
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(evaluating(policy.model))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in trained.values():
@@ -166,4 +164,3 @@ def borrowed(policy: Policy, noise: float) -> Iterator[None]:
                 for name, parameter in trained.items():
                     parameter.copy_(before[name])
                     parameter.grad = None
-            policy.model.train(training)

@@ -13,6 +13,7 @@ from torch import nn
 from draco.core.errors import ConfigError
 from draco.policy.adapter import add_lora
 from draco.policy.copies import small_copy
+from draco.policy.mode import still
 from draco.policy.policy import Policy
 from draco.policy.structure import base_model
 from draco.run.conformance.rows import Numbers
@@ -25,12 +26,13 @@ class Twin(Policy):
 
     Args:
         original: the policy; a sharded one may be without weights.
+        longest: tokens that no row exceeds; None: no limit.
 
     Raises:
         ConfigError: no copy could be made.
     """
 
-    def __init__(self, original: Policy) -> None:
+    def __init__(self, original: Policy, longest: int | None = None) -> None:
         nn.Module.__init__(self)
         self.path, self.revision, self.version, self.folder = original.path, original.revision, 0, original.folder
         self._reference_adapter = False
@@ -41,7 +43,8 @@ class Twin(Policy):
             torch.manual_seed(0)
             for targets in (lora.target_modules, "all-linear"):  # names of layers that the copy may not have
                 lora.target_modules = targets
-                own = small_copy(base.config)
+                own = small_copy(base.config, longest)
+                still(own)
                 with suppress(ConfigError):
                     self.model = add_lora(own, lora, original.path, sharded=False)
                     break
@@ -51,4 +54,4 @@ class Twin(Policy):
             own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.numbers = Numbers(own.config.vocab_size)
         self.chat = self.numbers
-        self.model.train()
+        self.train()

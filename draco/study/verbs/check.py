@@ -81,5 +81,6 @@ def _verdict(config: DictConfig) -> Verdict:
         packed=module.update_options.packing == "auto" and (module.packed or sharded(config)),
         engine=parts.engine.in_process,
         temperature=config.temperature,
+        longest=config.limits.max_prompt_tokens + config.limits.max_response_tokens,
         fresh=True,
     )

@@ -56,6 +56,18 @@ def test_switches_become_short() -> None:
     assert small_config(dynamic).max_position_embeddings == ORIGINAL
 
 
+def test_what_no_row_reaches_does_not_change() -> None:
+    assert small_config(real("mistral"), longest=4096).sliding_window == LONGEST
+    assert small_config(real("mistral"), longest=4097).sliding_window == SWITCH
+    dynamic = real(
+        "llama",
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    )
+    assert small_config(dynamic, longest=2048).max_position_embeddings == LONGEST
+    assert small_config(dynamic, longest=2049).max_position_embeddings == ORIGINAL
+
+
 def test_what_is_off_stays_off() -> None:
     assert not small_config(real("qwen2")).sliding_window
     assert not small_config(real("mistral", sliding_window=None)).sliding_window

@@ -104,10 +104,10 @@ def test_an_update_at_another_temperature_is_refused(packable: Policy, monkeypat
     assert "the update differs from plain transformers and PEFT" in verdict.reason
 
 
-def test_dropout_of_the_base_model_is_refused(packable: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever puts it there."""
-    norm = packable.model.get_base_model().model.norm
-    norm.register_forward_hook(lambda module, inputs, out: torch.dropout(out, 0.1, module.training))
+def test_a_base_model_that_is_random_in_training_is_refused(packable: Policy) -> None:
+    """In a way that `draco.policy.mode` does not know: a block looks at its own mode."""
+    block = packable.model.get_base_model().model.layers[1]
+    block.register_forward_hook(lambda module, inputs, out: torch.dropout(out, 0.1, module.training))
     assert look(packable, packed=True, engine=False).kind == "refused"
 
 
@@ -173,7 +173,7 @@ def test_other_text_than_the_template_renders_is_refused(packable: Policy, monke
 
 
 def test_a_model_without_a_copy_is_checked_at_short_lengths(packable: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(policy: Policy) -> Twin:
+    def none(policy: Policy, longest: int | None) -> Twin:
         raise ConfigError("no small copy")
 
     monkeypatch.setattr("draco.run.conformance.examine.Twin", none)
