@@ -25,7 +25,7 @@ class StepLevelCredit(GroupCredit):
     """Closed-form redistribution.
 
     Args:
-        unanimous: rule for equal positive weights (method §4): `equal_totals` (the formula) or `uniform`.
+        unanimous: rule for equal positive weights (Appendix E.7): `equal_totals` (the formula) or `uniform`.
         options: of `GroupCredit`.
     """
 

@@ -1,4 +1,4 @@
-"""Dynamic rubric: criteria written for this task from what its own rollouts got wrong (DRACO, Section 3).
+"""Dynamic rubric: criteria written for this task from what its own rollouts got wrong (Section 3.2).
 
     propose(task) ∪ propose(rollout 1) ∪ … ∪ propose(rollout G) → merge → score → dropout
     R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive

@@ -1,4 +1,4 @@
-"""Outcome rewards: the environment's own success, without a judge (DRACO, Section 4).
+"""Outcome rewards: the environment's own success, without a judge (Section 4.3).
 
     R_i = 1 if the end state passes the environment's check, else 0
 

@@ -1,4 +1,4 @@
-"""Random rewards: a coin toss, without a judge (DRACO, Section 4).
+"""Random rewards: a coin toss, without a judge (Section 4.3).
 
     R_i = ±1 with probability 1/2 each, keyed by (seed, step, task, sample)
 

@@ -1,4 +1,4 @@
-"""Self-judge: the policy with its current adapter is the judge of its own rollouts (DRACO, Section 3).
+"""Self-judge: the policy with its current adapter is the judge of its own rollouts (Section 4.3, Appendix A.1).
 
     v_k = +1 if all k scoring calls say +1; −1 if any says −1; else 0          k = 3, thinking on
     R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive

@@ -1,4 +1,4 @@
-"""Static rubric: one fixed set of criteria for all tasks; nothing is proposed or merged (DRACO, Section 3).
+"""Static rubric: one fixed set of criteria for all tasks; nothing is proposed or merged (Appendix C).
 
     score → dropout
     R_i = (p_i − f_i) / (p_i + f_i) over the criteria that survive

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Termination(StrEnum):
-    """Why an episode ended. `quarantined` kinds leave the group before any statistic (method §4)."""
+    """Why an episode ended. `quarantined` kinds leave the group before any statistic."""
 
     SUBMITTED = "submitted"  #: the agent called the completion API and ended
     GAVE_UP = "gave_up"  #: it ended without calling the completion API, or reported failure
@@ -94,7 +94,7 @@ class TaskBatch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One agent step: by default one turn, its reasoning included (method §2)."""
+    """One agent step: by default one turn, its reasoning included (Section 3.3)."""
 
     index: int  #: 1-based; the number that transcripts show and judges cite
     span: tuple[int, int]  #: half-open token range in `Trajectory.token_ids`; never empty
@@ -145,7 +145,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One rubric criterion (method §5)."""
+    """One rubric criterion (Section 3.2)."""
 
     title: str  #: 3–8 words, unique within its set
     description: str

@@ -12,7 +12,7 @@ so Σ_j n_j a_j = A · N (Eq. 7): credit moves between steps, none is made or lo
 Where the formula does not apply, every step token keeps A, and the reason is reported. `unanimous` is no such case:
 with equal positive weights the formula gives every step the same total, a_j = A·N/(n_j·M), which is not the flat A.
 
-Worked example (paper, E.5), A = 1, n = [2, 4], one criterion that passes on both steps and one that fails on step 1::
+Worked example (Appendix E.5), A = 1, n = [2, 4], one criterion that passes on both steps and one that fails on step 1::
 
     >>> redistribute(1.0, [(1, [1, 2]), (-1, [1])], [2, 4]).per_token
     (1.0, 1.0)

@@ -132,7 +132,7 @@ class Environment(ABC):
 
     name: str
     scaffold: str = ""  #: which agent plays, for tables: prompt and loop, not the model
-    caveats: tuple[str, ...] = ()  #: added to every judge prompt (method §5)
+    caveats: tuple[str, ...] = ()  #: added to every judge prompt (as in Appendix F)
 
     @property
     @abstractmethod

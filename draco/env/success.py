@@ -1,4 +1,4 @@
-"""Success metrics over n runs of every task: pass^k, pass@k, TGC and SGC (method §7)."""
+"""Success metrics over n runs of every task: pass^k, pass@k, TGC and SGC (Section 4.1.3)."""
 
 from __future__ import annotations
 

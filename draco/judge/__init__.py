@@ -1,4 +1,4 @@
-"""The judge: from a finished trajectory to verdicts with cited steps, by LLM calls (DRACO, Section 3).
+"""The judge: from a finished trajectory to verdicts with cited steps, by LLM calls (Section 3.2, Appendix F).
 
 A group, and what a rubric callback needs:
 stage.py        `JudgedRubric`: judges a stream of groups while rollouts go on

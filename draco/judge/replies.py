@@ -21,7 +21,7 @@ __all__ = [
     "check_scores", "json_schema", "strict_schema",
 ]  # fmt: skip
 
-#: most criteria that a reply of this phase may hold (DRACO, Section 3)
+#: most criteria that a reply of this phase may hold (Appendix F)
 LIMITS = {"propose_task": 15, "propose_rollout": 10, "merge": 24}
 _SOURCES = {"propose_task": "task", "propose_rollout": "rollout", "merge": "merge"}
 

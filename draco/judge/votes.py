@@ -1,7 +1,7 @@
 """Several votes on every verdict: of several models (`judge.members`), or of one judge asked k times (self-judge).
 
     majority    the score with most votes
-    unanimous   +1 if all say +1; −1 if any says −1; else 0 (DRACO, Section 3: self-judge with k = 3)
+    unanimous   +1 if all say +1; −1 if any says −1; else 0 (Section 4.3: self-judge with k = 3)
     weighted    as majority, but the weight of a voter is its agreement with the others: the share of all other votes on
                 this group's cells (criterion × sample) that equal its own
 

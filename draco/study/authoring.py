@@ -4,7 +4,7 @@
     discriminative_k  = share of tasks whose rollouts k tells apart: some pass and some fail
     failure_rate_k    = fails / (passes + fails)
 
-A criterion stays if both shares reach their minimum (DRACO, Section 3: 720 rollouts, 8 for each of 90 tasks).
+A criterion stays if both shares reach their minimum (Appendix C: 720 rollouts, 8 for each of 90 tasks).
 """
 
 from __future__ import annotations

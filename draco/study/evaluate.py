@@ -92,7 +92,7 @@ def _tasks(config: DictConfig, parts: Parts, split: str, limit: int | None) -> l
 
 
 def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:
-    """The last `count` kept steps that end a pass over the training tasks (method §7: no selection by success)."""
+    """The last `count` kept steps that end a pass over the training tasks (Section 4.1.3: no selection by success)."""
     tasks = _tasks(config, parts, config.env.train_split, None)
     epoch = max(len(tasks) // config.tasks_per_step, 1)
     ends = [step for step in kept if step and step % epoch == 0]

@@ -1,4 +1,4 @@
-"""Archived judge calls, sent byte for byte to another judge, and how far the two agree (method §8).
+"""Archived judge calls, sent byte for byte to another judge, and how far the two agree (Appendix B.1).
 
 The archived verdicts are the reference. `false_pass` is the share of what the archived judge failed that the other
 passes; `false_fail` the reverse.

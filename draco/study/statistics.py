@@ -1,4 +1,4 @@
-"""Spread over checkpoints and seeds, and the difference of two runs on the same tasks (method §7)."""
+"""Spread over checkpoints and seeds, and the difference of two runs on the same tasks (Section 4.1.3, Table 4)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from draco.core.types import Message, Task
 
 __all__ = ["CAVEATS", "TokenCounter", "cut", "opening"]
 
-#: what a judge must know to judge AppWorld transcripts (method §5)
+#: what a judge must know to judge AppWorld transcripts (Appendix F)
 CAVEATS = (
     "Calling complete_task marks the task as finished but does not end the episode: the agent is given one more turn. "
     "A short closing turn without code after it is right; code that still changes something after it is not.",

@@ -1,4 +1,4 @@
-"""`judge.plan=paper`: five kinds of call, every attempt in full wherever it is shown (DRACO, Section 3).
+"""`judge.plan=paper`: five kinds of call, every attempt in full wherever it is shown (Section 3.2, Appendix F).
 
 propose_task (1) → propose_rollout (G) → merge (1) → score (G) → attribute (G)      20 calls for G = 6
 """

@@ -21,7 +21,7 @@ async function decode(id) {
 }
 
 const REASONS = {
-  credited: "Eq. 7: credit moved towards the steps that the verdicts implicate.",
+  credited: "Eq. 6: credit moved towards the steps that the verdicts implicate.",
   unanimous: "Every step has the same weight: the formula gives every step the same total, and draws no distinction (inert).",
   no_criteria: "Fallback: no criterion survived dropout, so there is nothing to move credit by. Every token keeps A.",
   uncited: "Fallback: no pass or fail cites a step. Every token keeps A.",

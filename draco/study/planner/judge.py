@@ -16,7 +16,7 @@ __all__ = [
     "PAPER_USD_A_CALL", "STATED", "Call", "archive_calls", "bill", "calls_a_step", "expected_calls", "implied_tokens",
 ]  # fmt: skip
 
-#: $1607 for 100 steps (method §8) of 16 groups of 6, 20 calls each
+#: $1607 for 100 steps (Section 4.3) of 16 groups of 6, 20 calls each
 PAPER_USD_A_CALL = 1607 / (100 * 16 * 20)
 
 #: kinds of call that are made once a group; the others once a rollout
@@ -48,7 +48,7 @@ STATED: dict[str, Call] = {
 def calls_a_step(
     groups: int, members: int, *, dynamic: bool, citations: bool, lean: bool = False, voters: int = 1
 ) -> dict[str, float]:
-    """The most calls by phase: 20 a group of 6 with dynamic rubrics and step credit, 14 without citations (method §5).
+    """The most calls by phase: 20 a group of 6 with dynamic rubrics and step credit, 14 without citations (Appendix F).
 
     Fewer are made where a merge leaves no criterion (no scores) or dropout none (no attributions).
 

@@ -76,7 +76,7 @@ def test_judges_are_told_about_the_environment(environment: AppWorldEnvironment)
 EXPERIMENTS = ("appworld_qwen36_27b", "appworld_qwen25_32b")
 
 
-#: method §6, the paper's Table 10: every value by the name of its option
+#: the paper's Table 10: every value by the name of its option
 TABLE_10: dict[str, Any] = {
     "advantage.normalize": True, "advantage.std": "sample", "advantage.epsilon": 1e-6,
     "loss.kl_coef": 0.01, "loss.clip_low": 0.2, "loss.clip_high": 0.2, "loss.dual_clip": 3.0,
