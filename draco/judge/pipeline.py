@@ -1,4 +1,4 @@
-"""The calls of one group: propose, merge, score, attribute, and who leaves the group on the way (Section 3.2, Appendix F).
+"""The calls of one group: propose, merge, score, attribute, and who leaves the group (Section 3.2, Appendix F).
 
     propose_task (1) → propose_rollout (G) → merge (1) → score (G) → dropout → attribute (G)
 

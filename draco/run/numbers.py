@@ -1,4 +1,4 @@
-"""Counts of an archived step, from its tables (Section 4.4, Appendix B). All figures of the report are drawn from these."""
+"""Counts of an archived step, from its tables (Section 4.4). All figures of the report are drawn from these."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Success by state check, and which steps caused a failure. Evaluation only: nothing on the training path imports it.
 
-The causal step of a mistake is where the agent left the right procedure (section 4 of TEXTS.md, beside this file): the wrong call itself,
+The causal step of a mistake is where the agent left the right procedure (TEXTS.md beside this file, 4): the wrong call itself,
 or the step in which a missing call was due.
 """
 
