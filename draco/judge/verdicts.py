@@ -138,7 +138,7 @@ def rewards(scores: Tensor, kept: Tensor) -> Tensor:
 
 
 def verdict_unanimous(scores: Tensor, kept: Tensor) -> Tensor:
-    """The inert count of Appendix B.3: the kept pass/fail verdicts of a trajectory are all +1, all −1, or none is there.
+    """Inert as in Appendix B.3: the kept pass/fail verdicts of a trajectory are all +1 or all −1, or none is there.
 
     Verdicts of 0 count neither way, as in Eq. 3. The mean of the result is the share `inert_verdicts`.
 

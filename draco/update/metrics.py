@@ -54,7 +54,7 @@ def judge_speed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def credit_metrics(credits: list[Credit]) -> dict[str, float]:
-    """Shares over the judged trajectories of a batch: inert verdicts (Appendix B.3), inert weights, reasons, rewards."""
+    """Shares over the judged trajectories of a batch: inert verdicts (as in B.3), inert weights, reasons, rewards."""
     groups = [c for c in credits if c.judgement.group.trajectories]
     members = sum(len(c.advantages) for c in groups)
     if not members:

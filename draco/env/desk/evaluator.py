@@ -1,7 +1,7 @@
 """Success by state check, and which steps caused a failure. Evaluation only: nothing on the training path imports it.
 
-The causal step of a mistake is where the agent left the right procedure (TEXTS.md beside this file, 4): the wrong call itself,
-or the step in which a missing call was due.
+The causal step of a mistake is where the agent left the right procedure (TEXTS.md beside this file, 4): the wrong call
+itself, or the step in which a missing call was due.
 """
 
 from __future__ import annotations
