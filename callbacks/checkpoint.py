@@ -104,6 +104,7 @@ class Checkpoints(Callback):
             "world_size": trainer.world_size,
             "tasks": checkpoint.digest(loader.tasks),
             "wall_s": round(self._wall_before + time.time() - self._started, 1),
+            "epoch_steps": loader.steps_per_epoch,
             "loader": {**loader.state_dict(), "position": module.batches_done},
             "stages": {type(s).__name__: s.state_dict() for s in module.stages},
         }

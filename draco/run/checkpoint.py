@@ -40,7 +40,7 @@ from draco.policy.policy import Policy
 from draco.policy.sharding import full, like
 
 __all__ = [
-    "checkpoints", "digest", "folder_of", "kept", "latest", "load", "load_optimizer", "prune", "read_stages",
+    "checkpoints", "chosen", "digest", "folder_of", "kept", "latest", "load", "load_optimizer", "prune", "read_stages",
     "read_state", "restore_rng", "rng_state", "save", "size_of",
 ]  # fmt: skip
 
@@ -65,6 +65,40 @@ def latest(run: Path) -> Path:
     if not found:
         raise ConfigError(f"{run} has no checkpoint yet; train on with resume={run}")
     return found[-1]
+
+
+def chosen(run: Path, which: str) -> list[Path | None]:
+    """The checkpoints that an option names, oldest first; None stands for the untrained policy.
+
+    Args:
+        which: `last`, `base`, step numbers with commas, or `lastN`: the last N epoch ends (Section 4.1.3).
+
+    Raises:
+        ConfigError: no such checkpoint, or the run's checkpoints do not say how long its epochs are.
+    """
+    kept = {files.step_of(folder): folder for folder in checkpoints(run)}
+    lists = ", ".join(map(str, kept)) or "none"
+    if which == "base":
+        return [None]
+    if which == "last":
+        return [latest(run)]
+    if which.startswith("last") and which.removeprefix("last").isdigit():
+        count, epoch = int(which.removeprefix("last")), read_state(latest(run)).get("epoch_steps")
+        if epoch is None:
+            raise ConfigError(f"checkpoints={which}: this run did not write down how long its epochs are; name steps")
+        ends = [step for step in kept if step and step % epoch == 0]
+        if len(ends) < count or not count:
+            raise ConfigError(
+                f"checkpoints={which}: the run has {len(ends)} epoch-end checkpoint(s) (an epoch is {epoch} steps; "
+                f"kept steps: {lists}); train on, or name steps"
+            )
+        return [kept[step] for step in ends[-count:]]
+    steps = which.split(",")
+    if not all(step.isdigit() for step in steps):
+        raise ConfigError(f"checkpoints={which}: expected last, base, lastN or step numbers; kept steps: {lists}")
+    if missing := [step for step in steps if int(step) not in kept]:
+        raise ConfigError(f"checkpoint={','.join(missing)} is not there; kept steps: {lists}; or use last or base")
+    return [kept[int(step)] for step in steps]
 
 
 def save(

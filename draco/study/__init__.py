@@ -20,6 +20,7 @@ redteam         attacks on a judge
 planner         memory, time, judge calls and money of a run before it starts
 evaluate        checkpoints of a run on held-out tasks; evaluate_api: a model behind an API
 episodes        the episodes of an evaluation, on the disk as they end
-tau             τ-bench by its own program; tau_server: the checkpoint that it talks to
+tau             τ-bench by its own program; tau_judge: the judge inside it
+serving         checkpoints behind a server of vLLM, each proven
 verbs           the commands of `draco`
 """

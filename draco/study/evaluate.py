@@ -15,7 +15,6 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
 from draco.config.compose import instantiate
-from draco.core.errors import ConfigError
 from draco.core.llm.money import Prices
 from draco.core.types import Task
 from draco.run import checkpoint
@@ -43,14 +42,7 @@ def evaluate_checkpoints(
     Raises:
         ConfigError: no such checkpoint or split.
     """
-    kept = {int(f.name.removeprefix("step=")): f for f in checkpoint.checkpoints(run)}
-    lists = ", ".join(map(str, kept)) or "none"
-    if which not in ("last", "base") and not which.removeprefix("last").replace(",", "").isdigit():
-        raise ConfigError(f"checkpoints={which}: expected last, base, lastN or step numbers; kept steps: {lists}")
-    if which == "last":
-        checkpoint.latest(run)
-    if which[0].isdigit() and (missing := [s for s in which.split(",") if int(s or -1) not in kept]):
-        raise ConfigError(f"checkpoint={','.join(missing)} is not there; kept steps: {lists}; or use last or base")
+    folders = checkpoint.chosen(run, which)
     parts = build(config)
     rollout = parts.stages.rollout
     try:
@@ -60,23 +52,17 @@ def evaluate_checkpoints(
         parts.environment.check()
         parts.module.configure_model()
         policy = parts.module.policy
-        if which.startswith("last") and which != "last":
-            steps = _epoch_ends(config, parts, sorted(kept), int(which.removeprefix("last")))
-        else:
-            steps = (
-                [int(s) for s in which.split(",")] if which[0].isdigit() else [max(kept)] if which == "last" else [-1]
-            )
         rollout.ready(policy)
         trainer = evaluation_trainer(partial(Trainer, accelerator="auto", devices=1), parts, run)
         for split in splits:
             tasks = _tasks(config, parts, split, config.eval.tasks)
             held_out = EvalLoader(tasks, n=config.eval.n, temperature=config.eval.temperature)
-            for step in steps:
-                if step >= 0:
-                    checkpoint.load(kept[step], policy)
+            for folder in folders:
+                if folder is not None:
+                    checkpoint.load(folder, policy)
                 yield {
                     "run": str(run),
-                    "checkpoint": kept[step].name if step >= 0 else "base",
+                    "checkpoint": "base" if folder is None else folder.name,
                     "limits": asdict(instantiate(config.limits)),
                     **evaluate(parts, trainer, held_out, split, prices),
                 }
@@ -89,16 +75,3 @@ def _tasks(config: DictConfig, parts: Parts, split: str, limit: int | None) -> l
     return select_tasks(
         parts.environment, parts.module.policy, split, limit, limits.max_prompt_tokens, limits.max_response_tokens
     )
-
-
-def _epoch_ends(config: DictConfig, parts: Parts, kept: Sequence[int], count: int) -> list[int]:
-    """The last `count` kept steps that end a pass over the training tasks (Section 4.1.3: no selection by success)."""
-    tasks = _tasks(config, parts, config.env.train_split, None)
-    epoch = max(len(tasks) // config.tasks_per_step, 1)
-    ends = [step for step in kept if step and step % epoch == 0]
-    if len(ends) < count:
-        raise ConfigError(
-            f"checkpoints=last{count}: the run has {len(ends)} epoch-end checkpoint(s) (an epoch is {epoch} steps; "
-            f"kept steps: {', '.join(map(str, kept)) or 'none'}); train on, or name steps"
-        )
-    return ends[-count:]

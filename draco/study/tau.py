@@ -18,15 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from draco.core.errors import ConfigError, EnvironmentFault
+from draco.core.files import read_lines
 from draco.core.llm.money import Prices, Usage
 from draco.core.types import Termination
 from draco.env.records import EvalRecord
 from draco.env.success import summarise
+from draco.study import tau_judge
 
 __all__ = [
     "BANKING",
     "ENDS",
     "TauOptions",
+    "judge_log",
+    "judge_usage",
     "parse_results",
     "recorded_settings",
     "run_tau2",
@@ -51,8 +55,9 @@ class TauOptions:
 
     tau2: str = "tau2"  #: executable, of its own virtual environment
     domain: str = BANKING
-    retrieval: str | None = "alltools"  #: None: a domain without documents
+    retrieval: str | None = "alltools-qwen"  #: Qwen embeddings (Appendix D); None: a domain without documents
     user: str = "openai/gpt-5.4"  #: litellm's name of the user simulator
+    judge: str | None = "openai/gpt-5.4"  #: the same of the model that decides assertions in words; None: tau2's own
     user_api_base: str | None = None
     n: int = 3
     max_turns: int = 100  #: agent turns; tau2 counts every message, of which a turn has two: its own and the answer
@@ -62,7 +67,8 @@ class TauOptions:
 def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) -> list[str]:
     """Command line of one evaluation; `model` is litellm's name. No key is in it: tau2 keeps its arguments."""
     command = [
-        options.tau2, "run", "--domain", options.domain, "--agent-llm", model,
+        *launcher(options.tau2, options.judge, judge_log(save_to)), "run", "--domain", options.domain,
+        "--agent-llm", model,
         "--agent-llm-args", json.dumps({"api_base": api_base, "temperature": 1.0}), "--user-llm", options.user,
         "--user-llm-args", json.dumps({"api_base": options.user_api_base} if options.user_api_base else {}),
         "--num-trials", str(options.n), "--max-steps", str(2 * options.max_turns),
@@ -70,6 +76,40 @@ def tau2_command(options: TauOptions, model: str, api_base: str, save_to: Path) 
     ]  # fmt: skip
     command += ["--retrieval-config", options.retrieval] if options.retrieval else []
     return command + (["--num-tasks", str(options.tasks)] if options.tasks else [])
+
+
+def launcher(executable: str, judge: str | None, log: Path) -> list[str]:
+    """How tau2 is started: by its own Python, so that the judge inside it is `judge` and what it uses is logged.
+
+    tau2 names that judge in a constant and records no cost of it. Without `judge`, or where the executable has no
+    Python beside it, tau2 is started as it is and has its own judge.
+    """
+    python = _python(executable)
+    return (
+        [executable]
+        if python is None or judge is None
+        else [str(python), str(Path(tau_judge.__file__)), judge, str(log)]
+    )
+
+
+def judge_log(save_to: Path) -> Path:
+    """Where the tokens of tau2's judge go: one JSON line a call."""
+    return save_to.with_name(f"{save_to.name}-judge.jsonl")
+
+
+def judge_usage(log: Path) -> Usage | None:
+    """Tokens of tau2's judge; None where they were not logged."""
+    if not log.is_file():
+        return None
+    rows = read_lines(log)
+    return Usage(*(sum(int(row.get(k) or 0) for row in rows) for k in ("prompt_tokens", "completion_tokens")))
+
+
+def _python(executable: str) -> Path | None:
+    """The interpreter of the environment that an executable belongs to."""
+    found = shutil.which(executable)
+    python = Path(found).absolute().parent / "python" if found else None
+    return python if python is not None and python.is_file() else None
 
 
 def run_tau2(options: TauOptions, model: str, api_base: str, save_to: Path, *, key: str | None = None) -> Path:
@@ -107,9 +147,8 @@ def tau2_version(executable: str) -> str | None:
 
     Results hold a commit only, and it is that of the working directory, whatever project lies there.
     """
-    found = shutil.which(executable)
-    python = Path(found).resolve().parent / "python" if found else None
-    if python is None or not python.is_file():
+    python = _python(executable)
+    if python is None:
         return None
     code = (
         "from importlib.metadata import packages_distributions as p, version as v\n"
@@ -126,8 +165,9 @@ def _results(save_to: Path) -> Path | None:
 
 
 def parse_results(
-    file: Path, *, n: int, prices: Prices | None = None, user_prices: Prices | None = None
-) -> dict[str, Any]:
+    file: Path, *, n: int, prices: Prices | None = None, user_prices: Prices | None = None,
+    judge_prices: Prices | None = None, judge: Usage | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """An evaluation of a results file, in the shape of every other.
 
     Args:
@@ -135,7 +175,8 @@ def parse_results(
         n: trials a task that were asked for; a trial that is not there has failed.
         prices: of the agent's tokens (tau2 does not tell apart what is read again).
             tau2 knows no price of a local model and writes 0.
-        user_prices: the same of the user simulator.
+        user_prices, judge_prices: the same of the user simulator and of the judge.
+        judge: tokens of the judge, see `judge_usage`; None: unknown, and in no cost.
 
     Raises:
         ConfigError: not such a file; the message names the entry and the field.
@@ -167,13 +208,17 @@ def parse_results(
         None if price is None else price.cost(Usage(*usage[who]))
         for who, price in (("agent", prices), ("user", user_prices))
     )
+    judge_usd = judge_prices.cost(judge) if judge is not None and judge_prices is not None else None
+    parts = [agent_usd, user_usd, *([judge_usd] if judge is not None and judge.tokens_in + judge.tokens_out else [])]
     return {
         **summarise(records),
         "infrastructure_errors": errors,
         "missing": missing,
-        "cost_usd": None if agent_usd is None or user_usd is None or not n else (agent_usd + user_usd) / n,
+        "cost_usd": None if None in parts or not n else sum(p for p in parts if p is not None) / n,
         "agent_cost_usd": agent_usd,
         "user_cost_usd": user_usd,
+        "judge_cost_usd": judge_usd,
+        "judge_tokens": None if judge is None else [judge.tokens_in, judge.tokens_out],
         "tau2": {k: info[k] for k in ("version", "num_trials", "max_steps", "seed") if k in info},
         "records": [r.as_dict() for r in records],
     }

@@ -114,7 +114,7 @@ def test_the_command_holds_no_key_and_doubles_the_turns(monkeypatch: pytest.Monk
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     command = tau2_command(TauOptions(max_turns=100), "policy", "http://127.0.0.1:1/v1", Path("/x/out"))
     assert command[command.index("--max-steps") + 1] == "200"
-    assert command[command.index("--retrieval-config") + 1] == "alltools"
+    assert command[command.index("--retrieval-config") + 1] == "alltools-qwen"
     assert "sk-secret" not in " ".join(command)
     other = tau2_command(TauOptions(domain="airline", retrieval=None), "policy", "x", Path("/x/out"))
     assert "--retrieval-config" not in other  # tau2 refuses it for a domain without documents
@@ -160,7 +160,7 @@ def test_evaluate_runs_the_executable(tmp_path: Path, tau2: Path, capsys: pytest
     assert "3 tasks × 2: SR p1 50.0%  p2 33.3%" in printed
     assert "1 infrastructure errors, 1 missing" in printed
     content = json.loads((run / "evaluations" / "tau_banking-base-n2.json").read_text(encoding="utf-8"))
-    assert (content["retrieval"], content["split"]) == ("alltools", "tau_banking")
+    assert (content["retrieval"], content["split"]) == ("alltools-qwen", "tau_banking")
     assert content["tau2"] == {"version": None, "num_trials": 2}  # a commit would be that of the working directory
     with pytest.raises(ConfigError, match="is there already"):
         evaluate.main(arguments)
@@ -327,6 +327,38 @@ def test_the_checkpoint_is_served_and_the_server_ends(
     assert (trained_run / "evaluations" / "tau_banking-step=000001-n2.json").is_file()
     with socket.socket() as again, pytest.raises(ConnectionRefusedError):
         again.connect(("127.0.0.1", port))
+
+
+def test_several_checkpoints_are_played_on_one_server(tmp_path: Path, trained_run: Path, tau2: Path, port: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    first = trained_run / "checkpoints" / "step=000001"
+    for step in (2, 3):
+        other = first.with_name(f"step={step:06d}")
+        shutil.copytree(first, other)
+        weights = load_file(other / "adapter" / "adapter_model.safetensors")
+        changed = {name: step * w for name, w in weights.items()}
+        save_file(changed, other / "adapter" / "adapter_model.safetensors")
+    newest = trained_run / "checkpoints" / "step=000003"
+    options = [f"run={trained_run}", "n=2", f"tau2={tau2}", f"python={fake_vllm(tmp_path, applies=True)}"]
+    options = ["env=tau_banking", *options, f"port={port}", "tensor_parallel=2", "max_len=4096"]
+    (newest / "state.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="did not write down how long its epochs are; name steps"):
+        evaluate.main([*options, "checkpoints=last2"])
+    (newest / "state.json").write_text('{"epoch_steps": 1}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"last4: the run has 3 epoch-end checkpoint\(s\)"):
+        evaluate.main([*options, "checkpoints=last4"])
+    evaluate.main([*options, "checkpoints=last2"])
+    names = ["tau_banking-step=000002-n2.json", "tau_banking-step=000003-n2.json"]
+    assert sorted(f.name for f in (trained_run / "evaluations").iterdir()) == names
+    content = json.loads((trained_run / "evaluations" / names[0]).read_text(encoding="utf-8"))
+    assert content["adapter_proven"] is True
+    assert content["judge"] == "openai/gpt-5.4"
+    assert content["served"] == {
+        "max_len": 4096, "yarn": None, "tool_parser": "qwen3_coder", "reasoning_parser": "qwen3", "tensor_parallel": 2,
+    }  # fmt: skip
+    arguments = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))["argv"]
+    assert arguments[arguments.index("--tensor-parallel-size") + 1] == "2"
 
 
 def test_an_adapter_that_changes_nothing_is_an_error(tmp_path: Path, trained_run: Path, tau2: Path, port: int) -> None:
